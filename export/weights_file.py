@@ -1,0 +1,93 @@
+"""The weights file: tensors one after another, each written once, hashed on the way."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.export.weights import Array
+from ortolan.graphs.manifest import FileEntry
+
+# A page, so that a mapped tensor starts on one; small tensors only keep their SIMD alignment.
+_LARGE_ALIGNMENT = 4096
+_SMALL_ALIGNMENT = 64
+_LARGE = 64 * 1024
+
+
+def pack_int4(codes: Array) -> Array:
+    """int8 values in -8..7, flattened, two to a byte with the first in the low half.
+
+    Source: ONNX's raw data layout for 4-bit types.
+    """
+    flat = codes.reshape(-1).view(np.uint8)
+    if flat.size % 2:
+        flat = np.append(flat, np.uint8(0))
+    packed: Array = (flat[0::2] & 15) | (flat[1::2] << 4)
+    return packed
+
+
+class WeightsFile:
+    """Writes `path` and hands back references to what it wrote.
+
+    Use as a context manager; `entry` holds size and hash after it closes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, ir.ExternalTensor] = {}
+        self.entry = FileEntry(0, "")
+        self._digest = hashlib.sha256()
+        self._size = 0
+
+    def __enter__(self) -> WeightsFile:
+        self._file = self.path.open("xb")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self.entry = FileEntry(self._size, self._digest.hexdigest())
+
+    def add(self, name: str, array: Array, dtype: ir.DataType) -> int:
+        """Write a tensor; int4 values come as int8 and are packed. Returns its bytes."""
+        data = pack_int4(array) if dtype == ir.DataType.INT4 else np.ascontiguousarray(array)
+        buffer = data.reshape(-1).view(np.uint8).data
+        alignment = _LARGE_ALIGNMENT if len(buffer) >= _LARGE else _SMALL_ALIGNMENT
+        self._write(bytes(-self._size % alignment))
+        offset = self._size
+        self._write(buffer)
+        self.tensors[name] = self._reference(name, dtype, array.shape, offset, len(buffer))
+        return len(buffer)
+
+    def add_view(self, name: str, of: str, shape: tuple[int, ...]) -> None:
+        """Another name and shape for the bytes of a tensor already written."""
+        whole = self.tensors[of]
+        assert whole.offset is not None
+        assert whole.length is not None
+        self.tensors[name] = self._reference(name, whole.dtype, shape, whole.offset, whole.length)
+
+    def _reference(
+        self, name: str, dtype: ir.DataType, shape: tuple[int, ...], offset: int, length: int
+    ) -> ir.ExternalTensor:
+        return ir.ExternalTensor(
+            self.path.name,
+            offset,
+            length,
+            dtype,
+            shape=ir.Shape(shape),
+            name=name,
+            base_dir=self.path.parent,
+        )
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self._size += len(data)

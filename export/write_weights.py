@@ -1,0 +1,174 @@
+"""A checkpoint's weights into a weights file, in the forms that the graphs ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.export.weights import Array, Weight, stack_rows
+from ortolan.export.weights_file import WeightsFile
+from ortolan.graphs.embedding import packed_width
+from ortolan.graphs.formats import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    Formats,
+    Projection,
+    WeightFormat,
+    head_projection,
+    layer_name,
+    plan_layer,
+)
+from ortolan.graphs.linear import ONNX_DTYPES
+from ortolan.graphs.manifest import ModelConfig, WeightGroup
+from ortolan.graphs.rotary import rotary_table
+
+
+class Checkpoint(Protocol):
+    """What a reader gives: the model's shape, and weights one at a time by state-dict name."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def formats(self) -> Mapping[str, WeightFormat]: ...
+
+    def read(self, name: str) -> Weight: ...
+
+
+@dataclass(frozen=True)
+class Item:
+    """One step of writing: its role and name, and what writes it, returning format and size."""
+
+    role: str
+    name: str
+    write: Callable[[], Written]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one step wrote."""
+
+    format: WeightFormat
+    elements: int
+    bytes: int
+
+
+class WeightsWriter:
+    """Writes every tensor that the graphs of one model need, one at a time.
+
+    formats: what is stored; a matrix that the checkpoint holds in another format is dequantized.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, formats: Formats, file: WeightsFile
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._formats = formats
+        self._file = file
+        self._groups: dict[tuple[str, str], WeightGroup] = {}
+
+    def items(self) -> Iterator[Item]:
+        """The steps, for a caller that shows progress."""
+        yield Item("embedding", EMBEDDING, self._embedding)
+        yield Item("rotary", "model.rotary", self._rotary)
+        for i in range(self._config.num_layers):
+            plan = plan_layer(self._config, self._formats, i)
+            yield self._norm(layer_name(i, "input_layernorm"))
+            for projection in (*plan.qkv, plan.attention_out):
+                yield self._projection("attention", projection)
+            yield self._norm(layer_name(i, "post_attention_layernorm"))
+            for projection in (*plan.gate_up, plan.down):
+                yield self._projection("mlp", projection)
+        yield self._norm(FINAL_NORM)
+        if not self._config.tie_embeddings:
+            yield self._projection("head", head_projection(self._config, self._formats))
+
+    def run(self, item: Item) -> None:
+        """Do one step and count it in its group."""
+        written = item.write()
+        key = (item.role, str(written.format))
+        group = self._groups.get(key, WeightGroup(*key, tensors=0, elements=0, bytes=0))
+        self._groups[key] = WeightGroup(
+            *key,
+            tensors=group.tensors + 1,
+            elements=group.elements + written.elements,
+            bytes=group.bytes + written.bytes,
+        )
+
+    @property
+    def groups(self) -> list[WeightGroup]:
+        return list(self._groups.values())
+
+    def _read(self, name: str) -> Weight:
+        weight = self._checkpoint.read(name)
+        if weight.format != self._formats[name]:
+            weight = weight.as_float32()
+        return weight
+
+    def _norm(self, name: str) -> Item:
+        def write() -> Written:
+            # Norms are small and always computed in float32.
+            weight = self._checkpoint.read(name).as_float32()
+            size = self._file.add(f"{name}.weight", weight.codes, ir.DataType.FLOAT)
+            return Written(weight.format, weight.codes.size, size)
+
+        return Item("norm", name, write)
+
+    def _projection(self, role: str, projection: Projection) -> Item:
+        def write() -> Written:
+            weight = stack_rows([self._read(part) for part in projection.parts])
+            size = self._add_blocks(projection.name, weight, weight.codes.T, lambda a: a.T)
+            return Written(weight.format, weight.codes.size, size)
+
+        return Item(role, projection.name, write)
+
+    def _add_blocks(
+        self, name: str, weight: Weight, codes: Array, layout: Callable[[Array], Array]
+    ) -> int:
+        """Codes as given, scales and offsets laid out by `layout` from [N, blocks]."""
+        fmt = weight.format
+        dtype = ir.DataType.UINT8 if codes.dtype == np.uint8 else ONNX_DTYPES[fmt.dtype]
+        size = self._file.add(f"{name}.weight", np.ascontiguousarray(codes), dtype)
+        for suffix, part in (("scale", weight.scale), ("offset", weight.offset)):
+            if part is not None:
+                array = np.ascontiguousarray(layout(part), dtype=np.float32)
+                size += self._file.add(f"{name}.weight_{suffix}", array, ir.DataType.FLOAT)
+        return size
+
+    def _embedding(self) -> Written:
+        weight = self._read(EMBEDDING)
+        fmt = weight.format
+        codes = unsigned_rows(weight) if fmt.blocked else weight.codes
+        size = self._add_blocks(EMBEDDING, weight, codes, lambda a: a)
+        if self._config.tie_embeddings and fmt.blocked:
+            blocks = self._config.hidden_size // fmt.block_size
+            shape = (self._config.vocab_size, blocks, packed_width(fmt.block_size, fmt))
+            self._file.add_view(f"{LM_HEAD}.weight", f"{EMBEDDING}.weight", shape)
+        return Written(fmt, weight.codes.size, size)
+
+    def _rotary(self) -> Written:
+        config = self._config
+        tables = rotary_table(config.head_dim, config.max_context, config.rope_theta)
+        size = 0
+        for name, table in zip(("cos", "sin"), tables, strict=True):
+            size += self._file.add(f"model.{name}_table", table, ir.DataType.FLOAT)
+        return Written(WeightFormat("float32"), 2 * tables[0].size, size)
+
+
+def unsigned_rows(weight: Weight) -> Array:
+    """Codes as GatherBlockQuantized and MatMulNBits read them: uint8 [N, K * bits / 8].
+
+    Unsigned with the middle as zero point; 4-bit codes two to a byte along K, the first low.
+    """
+    if weight.format.bits == 8:
+        rows: Array = (weight.codes.view(np.uint8) ^ 0x80).reshape(weight.codes.shape)
+        return rows
+    unsigned = (weight.codes + 8).astype(np.uint8)
+    packed: Array = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
+    return packed

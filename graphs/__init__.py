@@ -1,0 +1,1 @@
+"""The decoder as graphs: modules, the contract of inputs and outputs, the manifest."""

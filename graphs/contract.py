@@ -1,0 +1,90 @@
+"""Names, dtypes and shapes of every graph's inputs and outputs.
+
+Both rooms that meet a graph read this file: `export` builds to it, `runtime` binds by it.
+It imports nothing heavy, so that a serving machine can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["int32", "int64", "float32"]
+Dim = int | str
+
+DECODE = "decode"
+PREFILL = "prefill"
+PREFILL_RAGGED = "prefill_ragged"
+SAMPLE = "sample"
+GRAPH_NAMES = (DECODE, PREFILL, PREFILL_RAGGED, SAMPLE)
+
+INPUT_IDS = "input_ids"
+LOGITS = "logits"
+LOGITS_INDEX = "logits_index"
+SEQLENS_K = "seqlens_k"
+TOTAL_SEQUENCE_LENGTH = "total_sequence_length"
+QUERY_SEQLENS = "query_seqlens"
+
+
+Part = Literal["key", "value"]
+PARTS: tuple[Part, Part] = ("key", "value")
+
+
+def past_name(layer: int, part: Part) -> str:
+    """The input that holds a layer's keys or values before the call."""
+    return f"past_key_values.{layer}.{part}"
+
+
+def present_name(layer: int, part: Part) -> str:
+    """The output that holds them after it."""
+    return f"present.{layer}.{part}"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output. Symbolic dims: batch, chunk, n (logits per row), capacity, m, k."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class GraphContract:
+    """The inputs and outputs of one graph, in their order in the graph."""
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+def decoder_contract(
+    name: str, *, vocab_size: int, num_layers: int, num_kv_heads: int, head_dim: int
+) -> GraphContract:
+    """The contract of `decode`, `prefill` or `prefill_ragged`.
+
+    seqlens_k: total length - 1 of each row after this call; total_sequence_length: the largest
+    total length, a scalar in host memory; query_seqlens: valid tokens of each right-padded row;
+    logits_index: positions within the chunk whose logits are wanted.
+    """
+    if name not in (DECODE, PREFILL, PREFILL_RAGGED):
+        raise ValueError(f"{name!r} is not a decoder graph")
+    batch: Dim = 1 if name == PREFILL else "batch"
+    chunk: Dim = 1 if name == DECODE else "chunk"
+    kv_shape: tuple[Dim, ...] = (batch, num_kv_heads, "capacity", head_dim)
+    inputs = [
+        TensorSpec(INPUT_IDS, "int64", (batch, chunk)),
+        TensorSpec(SEQLENS_K, "int32", (batch,)),
+        TensorSpec(TOTAL_SEQUENCE_LENGTH, "int32", ()),
+    ]
+    if name == PREFILL_RAGGED:
+        inputs.append(TensorSpec(QUERY_SEQLENS, "int32", (batch,)))
+    if name != DECODE:
+        inputs.append(TensorSpec(LOGITS_INDEX, "int32", (batch, "n")))
+    outputs = [TensorSpec(LOGITS, "float32", (batch, 1 if name == DECODE else "n", vocab_size))]
+    for layer in range(num_layers):
+        inputs.append(TensorSpec(past_name(layer, "key"), "float32", kv_shape))
+        inputs.append(TensorSpec(past_name(layer, "value"), "float32", kv_shape))
+        outputs.append(TensorSpec(present_name(layer, "key"), "float32", kv_shape))
+        outputs.append(TensorSpec(present_name(layer, "value"), "float32", kv_shape))
+    return GraphContract(name, tuple(inputs), tuple(outputs))

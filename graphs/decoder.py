@@ -1,0 +1,158 @@
+"""The decoder: embedding, layers, final norm, head, as modules named like a state dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript import nn
+from onnxscript.nn import Parameter
+
+from ortolan.graphs.attention_gqa import AttentionInputs, GqaAttention
+from ortolan.graphs.embedding import Embedding, TiedHead
+from ortolan.graphs.formats import (
+    EMBEDDING,
+    FINAL_NORM,
+    Formats,
+    LayerPlan,
+    head_projection,
+    plan_layer,
+)
+from ortolan.graphs.linear import MICROSOFT, add_linears, apply_linears
+from ortolan.graphs.manifest import ModelConfig
+
+Past = list[tuple[ir.Value, ir.Value]]
+
+
+class Norm(nn.Module):
+    """Root-mean-square norm over the last dimension; with `delta`, of x + delta.
+
+    Returns the normed value and the sum, so that the residual addition costs no pass of its own.
+    """
+
+    def __init__(self, size: int, epsilon: float, name: str | None = None) -> None:
+        super().__init__(name)
+        self.epsilon = epsilon
+        self.weight = Parameter([size])
+
+    def forward(
+        self, op: Any, x: ir.Value, delta: ir.Value | None = None
+    ) -> tuple[ir.Value, ir.Value]:
+        if delta is None:
+            normed = op.SimplifiedLayerNormalization(
+                x, self.weight, axis=-1, epsilon=self.epsilon, stash_type=1
+            )
+            return normed, x
+        normed, _, _, total = op.SkipSimplifiedLayerNormalization(
+            x, delta, self.weight, epsilon=self.epsilon, _domain=MICROSOFT, _outputs=4
+        )
+        return normed, total
+
+
+class Mlp(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, plan: LayerPlan) -> None:
+        super().__init__()
+        self.gate_up = add_linears(self, plan.gate_up)
+        self.down = add_linears(self, (plan.down,))
+
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        outputs = apply_linears(op, x, self.gate_up)
+        if len(outputs) == 1:
+            outputs = op.Split(outputs[0], axis=-1, num_outputs=2, _outputs=2)
+        gate, up = outputs
+        silu = op.Mul(gate, op.Sigmoid(gate))
+        return apply_linears(op, op.Mul(silu, up), self.down)[0]
+
+
+class Layer(nn.Module):
+    """One decoder layer; `delta` is what the layer before still has to add to the residual."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = GqaAttention(config, plan)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Mlp(plan)
+
+    def forward(
+        self,
+        op: Any,
+        x: ir.Value,
+        delta: ir.Value | None,
+        inputs: AttentionInputs,
+        past: tuple[ir.Value, ir.Value],
+    ) -> tuple[ir.Value, ir.Value, tuple[ir.Value, ir.Value]]:
+        normed, x = self.input_layernorm(op, x, delta)
+        attended, key, value = self.self_attn(op, normed, inputs, past)
+        normed, x = self.post_attention_layernorm(op, x, attended)
+        return x, self.mlp(op, normed), (key, value)
+
+
+class Backbone(nn.Module):
+    """ids [batch, chunk] -> hidden states [batch, chunk, hidden] before the final norm."""
+
+    def __init__(self, config: ModelConfig, formats: Formats) -> None:
+        super().__init__("model")
+        table = formats[EMBEDDING]
+        half = config.head_dim // 2
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, table)
+        self.cos_table = Parameter([config.max_context, half])
+        self.sin_table = Parameter([config.max_context, half])
+        self.layers = nn.ModuleList(
+            [Layer(config, plan_layer(config, formats, i)) for i in range(config.num_layers)]
+        )
+
+    def forward(
+        self,
+        op: Any,
+        ids: ir.Value,
+        seqlens_k: ir.Value,
+        total_sequence_length: ir.Value,
+        query_seqlens: ir.Value | None,
+        past: Past,
+    ) -> tuple[ir.Value, Past]:
+        x = self.embed_tokens(op, ids)
+        inputs = AttentionInputs(
+            seqlens_k, total_sequence_length, query_seqlens, self.cos_table, self.sin_table
+        )
+        delta: ir.Value | None = None
+        present = []
+        for layer, layer_past in zip(self.layers, past, strict=True):
+            x, delta, layer_present = layer(op, x, delta, inputs, layer_past)
+            present.append(layer_present)
+        return op.Add(x, delta), present
+
+
+class Decoder(nn.Module):
+    """The whole model: ids and past -> logits at the wanted positions, and present."""
+
+    def __init__(self, config: ModelConfig, formats: Formats) -> None:
+        super().__init__()
+        self.model = Backbone(config, formats)
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps, name=FINAL_NORM)
+        if config.tie_embeddings:
+            self.lm_head: nn.Module = TiedHead(self.model.embed_tokens)
+        else:
+            self.untied = add_linears(self, (head_projection(config, formats),))
+
+    def forward(
+        self,
+        op: Any,
+        ids: ir.Value,
+        seqlens_k: ir.Value,
+        total_sequence_length: ir.Value,
+        query_seqlens: ir.Value | None,
+        logits_index: ir.Value | None,
+        past: Past,
+    ) -> tuple[ir.Value, Past]:
+        x, present = self.model(op, ids, seqlens_k, total_sequence_length, query_seqlens, past)
+        if logits_index is not None:
+            # The vocabulary is the widest product: only the wanted rows take part in it.
+            index = op.Unsqueeze(op.Cast(logits_index, to=ir.DataType.INT64), [-1])
+            x = op.GatherND(x, index, batch_dims=1)
+        normed, _ = self.norm(op, x)
+        if isinstance(self.lm_head, TiedHead):
+            return self.lm_head(op, normed), present
+        return apply_linears(op, normed, self.untied)[0], present

@@ -1,0 +1,140 @@
+"""How weights are stored, and which of a layer's projections are stored as one.
+
+This file imports nothing heavy: the reader of a checkpoint and the builder of a graph both
+lean on it, and neither needs the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ortolan.graphs.manifest import ModelConfig
+
+StorageDtype = Literal["float32", "float16", "bfloat16", "int4", "int8"]
+
+BITS: dict[StorageDtype, int] = {
+    "float32": 32,
+    "float16": 16,
+    "bfloat16": 16,
+    "int4": 4,
+    "int8": 8,
+}
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How one weight matrix is stored.
+
+    int4 and int8 are signed codes in blocks of `block_size` inputs that share a float32 scale;
+    with `affine`, each block has a float32 offset too:
+    w[n, k] = codes[n, k] * scale[n, k // B] + offset[n, k // B].
+    """
+
+    dtype: StorageDtype
+    block_size: int = 0
+    affine: bool = False
+
+    @property
+    def bits(self) -> int:
+        return BITS[self.dtype]
+
+    @property
+    def blocked(self) -> bool:
+        return self.block_size > 0
+
+    def __str__(self) -> str:
+        if not self.blocked:
+            return self.dtype
+        return f"{self.dtype} block {self.block_size}" + (" + offsets" if self.affine else "")
+
+
+FLOAT32 = WeightFormat("float32")
+
+# A weight's name, as in a Hugging Face state dict without ".weight" -> its format.
+Formats = Mapping[str, WeightFormat]
+
+EMBEDDING = "model.embed_tokens"
+LM_HEAD = "lm_head"
+FINAL_NORM = "model.norm"
+
+
+def layer_name(layer: int, part: str) -> str:
+    """A layer's module by its state-dict name."""
+    return f"model.layers.{layer}.{part}"
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer as stored: the source weights it is made of, one after another in N."""
+
+    name: str
+    parts: tuple[str, ...]
+    inputs: int
+    widths: tuple[int, ...]
+    format: WeightFormat
+
+    @property
+    def outputs(self) -> int:
+        return sum(self.widths)
+
+
+def _joined(
+    layer: int, block: str, joint: str, parts: dict[str, int], inputs: int, formats: Formats
+) -> tuple[Projection, ...]:
+    """One projection for all parts where their formats agree, else one for each."""
+    names = {part: layer_name(layer, f"{block}.{part}") for part in parts}
+    kinds = {formats[name] for name in names.values()}
+    if len(kinds) == 1:
+        name = layer_name(layer, f"{block}.{joint}")
+        return (
+            Projection(name, tuple(names.values()), inputs, tuple(parts.values()), kinds.pop()),
+        )
+    return tuple(
+        Projection(names[part], (names[part],), inputs, (width,), formats[names[part]])
+        for part, width in parts.items()
+    )
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The projections of one decoder layer. `qkv` and `gate_up` hold one entry when joined.
+
+    Joining is exact: every output column keeps its own codes, scales and offsets.
+    """
+
+    qkv: tuple[Projection, ...]
+    attention_out: Projection
+    gate_up: tuple[Projection, ...]
+    down: Projection
+
+    def projections(self) -> tuple[Projection, ...]:
+        return (*self.qkv, self.attention_out, *self.gate_up, self.down)
+
+
+def plan_layer(config: ModelConfig, formats: Formats, layer: int) -> LayerPlan:
+    """How that layer's projections are stored, given the formats of its weights."""
+    q_width = config.num_heads * config.head_dim
+    kv_width = config.num_kv_heads * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+
+    def single(part: str, inputs: int, outputs: int) -> Projection:
+        name = layer_name(layer, part)
+        return Projection(name, (name,), inputs, (outputs,), formats[name])
+
+    qkv = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
+    gate_up = {"gate_proj": inner, "up_proj": inner}
+    return LayerPlan(
+        qkv=_joined(layer, "self_attn", "qkv_proj", qkv, hidden, formats),
+        attention_out=single("self_attn.o_proj", q_width, hidden),
+        gate_up=_joined(layer, "mlp", "gate_up_proj", gate_up, hidden, formats),
+        down=single("mlp.down_proj", inner, hidden),
+    )
+
+
+def head_projection(config: ModelConfig, formats: Formats) -> Projection:
+    """The output head of a model that does not share its embedding's table."""
+    return Projection(
+        LM_HEAD, (LM_HEAD,), config.hidden_size, (config.vocab_size,), formats[LM_HEAD]
+    )

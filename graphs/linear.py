@@ -1,0 +1,89 @@
+"""Linear layers over float or blocked integer weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript import nn
+from onnxscript.nn import Parameter
+
+from ortolan.graphs.formats import Projection, WeightFormat
+
+MICROSOFT = "com.microsoft"
+ONNX_DTYPES = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+    "int4": ir.DataType.INT4,
+    "int8": ir.DataType.INT8,
+}
+
+
+def as_float32(op: Any, value: ir.Value, fmt: WeightFormat) -> ir.Value:
+    """`value` itself, or its cast from a 16-bit float (exact)."""
+    return value if fmt.dtype == "float32" else op.Cast(value, to=ir.DataType.FLOAT)
+
+
+def block_sums(op: Any, x: ir.Value, inputs: int, block_size: int) -> ir.Value:
+    """Sums of x over each block of inputs: [..., K] -> [..., K / block_size].
+
+    x has two dimensions before K.
+    """
+    blocks = op.Reshape(x, [0, 0, inputs // block_size, block_size])
+    return op.ReduceSum(blocks, [-1], keepdims=0)
+
+
+class Linear(nn.Module):
+    """x [batch, chunk, K] -> [batch, chunk, N] by a weight stored as [K, N].
+
+    Blocked codes go through DequantizeLinear into MatMul: the standard form that ONNX Runtime
+    fuses at load. An offset enters as blocksum(x) @ offsets, which keeps an affine block exact:
+    sum_k x_k (s c_k + o) = sum_k x_k s c_k + o sum_k x_k.
+    """
+
+    def __init__(self, projection: Projection) -> None:
+        super().__init__()
+        self.projection = projection
+        fmt, inputs, outputs = projection.format, projection.inputs, projection.outputs
+        self.weight = Parameter([inputs, outputs], dtype=ONNX_DTYPES[fmt.dtype])
+        if fmt.blocked:
+            self.weight_scale = Parameter([inputs // fmt.block_size, outputs])
+        if fmt.affine:
+            self.weight_offset = Parameter([inputs // fmt.block_size, outputs])
+
+    def forward(self, op: Any, x: ir.Value, sums: ir.Value | None) -> ir.Value:
+        fmt = self.projection.format
+        if not fmt.blocked:
+            return op.MatMul(x, as_float32(op, self.weight, fmt))
+        weight = op.DequantizeLinear(
+            self.weight, self.weight_scale, axis=0, block_size=fmt.block_size
+        )
+        y = op.MatMul(x, weight)
+        if fmt.affine:
+            y = op.Add(y, op.MatMul(sums, self.weight_offset))
+        return y
+
+
+def add_linears(owner: nn.Module, projections: Sequence[Projection]) -> list[Linear]:
+    """Register a Linear for each projection under its own name; return them in order."""
+    linears = []
+    for projection in projections:
+        linear = Linear(projection)
+        setattr(owner, projection.name.rpartition(".")[2], linear)
+        linears.append(linear)
+    return linears
+
+
+def apply_linears(op: Any, x: ir.Value, linears: Sequence[Linear]) -> list[ir.Value]:
+    """Several linear layers on one input; its block sums are computed once."""
+    sums: dict[int, ir.Value] = {}
+    outputs = []
+    for linear in linears:
+        fmt = linear.projection.format
+        if fmt.affine and fmt.block_size not in sums:
+            inputs = linear.projection.inputs
+            sums[fmt.block_size] = block_sums(op, x, inputs, fmt.block_size)
+        outputs.append(linear(op, x, sums.get(fmt.block_size)))
+    return outputs

@@ -1,0 +1,196 @@
+"""What a bundle says of itself: `ModelConfig`, `Manifest`, and their JSON form.
+
+manifest.json is written last and read first. Its schema has a version `major.minor`: a newer
+minor is readable (keys it adds are ignored), a newer major is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from ortolan.errors import BundleError
+
+SCHEMA_MAJOR = 1
+SCHEMA_MINOR = 0
+MANIFEST_NAME = "manifest.json"
+WEIGHTS_NAME = "weights.bin"
+_HASH_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a Llama-style decoder.
+
+    max_context bounds positions (the rows of the rotary tables); rope_theta is the rotary base.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_context: int
+    tie_embeddings: bool
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of the bundle: bytes and SHA-256 in lower-case hex."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """An input or output of a graph; symbolic dimensions are strings."""
+
+    name: str
+    dtype: str
+    shape: list[int | str]
+
+
+@dataclass(frozen=True)
+class GraphEntry:
+    """One graph: its file and its contract."""
+
+    file: str
+    inputs: list[TensorEntry]
+    outputs: list[TensorEntry]
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Weights of one role and precision, with their bytes in the weights file."""
+
+    role: str  # embedding, attention, mlp, norm, head
+    precision: str  # "float32", "int4 block 32 + offsets", ...
+    tensors: int
+    elements: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights came from. format: "gguf" or "safetensors"."""
+
+    name: str
+    format: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that a runtime or a reader needs to know before it opens a graph."""
+
+    schema_version: str
+    ortolan_version: str
+    model: ModelConfig
+    attention: str
+    graphs: dict[str, GraphEntry]
+    weights: list[WeightGroup]
+    files: dict[str, FileEntry]
+    source: Source
+    accuracy_reports: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The text of manifest.json."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a bundle's folder.
+
+        Raises BundleError if the folder is no bundle, the JSON is damaged, or the schema's major
+        version is not ours.
+        """
+        path = folder / MANIFEST_NAME
+        if not folder.is_dir():
+            raise BundleError(
+                f"{folder}: no such folder; make a bundle with: ortolan export SOURCE {folder}"
+            )
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise BundleError(
+                f"{folder}: not a bundle, it has no {MANIFEST_NAME}; "
+                "make one with: ortolan export SOURCE BUNDLE"
+            ) from None
+        except (OSError, ValueError) as exc:
+            raise BundleError(f"{path}: cannot be read ({exc}); export the bundle again") from exc
+        _check_schema(path, raw)
+        try:
+            return typing.cast(Manifest, _parse(cls, raw, ""))
+        except (TypeError, ValueError) as exc:
+            raise BundleError(f"{path}: {exc}; export the bundle again") from exc
+
+
+def _check_schema(path: Path, raw: object) -> None:
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    major = str(version).partition(".")[0]
+    if not major.isdecimal():
+        raise BundleError(
+            f"{path}: schema_version is {version!r}, expected {SCHEMA_MAJOR}.x; "
+            "export the bundle again"
+        )
+    if int(major) != SCHEMA_MAJOR:
+        raise BundleError(
+            f"{path}: schema {version} is not readable by this version, which reads "
+            f"{SCHEMA_MAJOR}.x; run: pip install --upgrade ortolan (or export the bundle again)"
+        )
+
+
+def _parse(kind: Any, value: Any, where: str) -> Any:
+    """`value` as `kind`, which is built of dataclasses, containers and plain types.
+
+    Unknown keys of a dataclass are ignored: a newer minor may add some.
+    """
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise TypeError(f"{where or 'the manifest'} is not an object")
+        hints = get_type_hints(kind)
+        found = {}
+        for item in dataclasses.fields(kind):
+            inner = f"{where}.{item.name}" if where else item.name
+            if item.name in value:
+                found[item.name] = _parse(hints[item.name], value[item.name], inner)
+            elif item.default is item.default_factory is dataclasses.MISSING:
+                raise TypeError(f"{inner} is missing")
+        return typing.cast(Callable[..., Any], kind)(**found)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is list and isinstance(value, list):
+        return [_parse(args[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        return {key: _parse(args[1], item, f"{where}.{key}") for key, item in value.items()}
+    if kind is float and type(value) is int:
+        return float(value)
+    plain = args if origin in (Union, types.UnionType) else (kind,)
+    if type(value) not in plain:
+        raise TypeError(f"{where} is {value!r}, expected {kind}")
+    return value
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Size and hash of a file, read in pieces."""
+    digest = hashlib.sha256()
+    size = 0
+    with path.open("rb") as file:
+        while piece := file.read(_HASH_CHUNK):
+            digest.update(piece)
+            size += len(piece)
+    return FileEntry(size, digest.hexdigest())

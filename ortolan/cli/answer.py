@@ -1,0 +1,84 @@
+"""Following an answer as it is generated, and what it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ortolan.runtime.params import FinishReason, TokenEvent, Usage
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer and its timings.
+
+    finish_reason and usage are None if the answer was interrupted.
+    ttft_s: seconds from the request to the first token; None if there was none.
+    tokens_per_s: of the tokens after the first; None if there were none.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    usage: Usage | None
+    ttft_s: float | None
+    tokens_per_s: float | None
+
+    def timings(self) -> str:
+        """One line: tokens in and out, time to first token, tokens per second."""
+        parts = []
+        if self.usage is not None:
+            cached = f" ({self.usage.cached_tokens} cached)" if self.usage.cached_tokens else ""
+            parts.append(f"{_tokens(self.usage.prompt_tokens)} read{cached}")
+        parts.append(f"{_tokens(len(self.token_ids))} generated")
+        if self.ttft_s is not None:
+            parts.append(f"first token after {self.ttft_s:.3f} s")
+        if self.tokens_per_s is not None:
+            parts.append(f"{self.tokens_per_s:.1f} tokens/s")
+        return ", ".join(parts)
+
+
+def follow(
+    begin: Callable[[], Iterator[TokenEvent]],
+    show: Callable[[str], None],
+    stopped: Callable[[], bool] = lambda: False,
+) -> Answer:
+    """Start an answer and hand its text on piece by piece, until it ends or `stopped` says so."""
+    texts: list[str] = []
+    token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    began_s = time.perf_counter()
+    first_s = last_s = None
+    events = begin()
+    try:
+        for event in events:
+            if event.token_id is not None:
+                last_s = time.perf_counter()
+                first_s = first_s or last_s
+                token_ids.append(event.token_id)
+            texts.append(event.text)
+            finish_reason, usage = event.finish_reason, event.usage
+            if event.text:
+                show(event.text)
+            if stopped() and finish_reason is None:
+                break
+    finally:
+        close = getattr(events, "close", None)
+        if close is not None:
+            close()  # an answer that was stopped gives its slot back now
+    after_first = len(token_ids) - 1
+    decode_s = last_s - first_s if first_s is not None and last_s is not None else 0.0
+    return Answer(
+        text="".join(texts),
+        token_ids=tuple(token_ids),
+        finish_reason=finish_reason,
+        usage=usage,
+        ttft_s=None if first_s is None else first_s - began_s,
+        tokens_per_s=after_first / decode_s if decode_s > 0 else None,
+    )
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token" if count == 1 else f"{count} tokens"

@@ -1,0 +1,118 @@
+"""Options that several commands share; their defaults are those of the dataclasses' fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import click
+
+from ortolan.errors import UsageError
+from ortolan.runtime.params import EngineConfig
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass
+class Settings:
+    """What holds for the whole run; click's context object."""
+
+    debug: bool = False
+
+
+def default_of(kind: type[Any], name: str) -> Any:
+    """The default of a dataclass's field."""
+    (found,) = (item for item in dataclasses.fields(kind) if item.name == name)
+    return found.default
+
+
+def option_name(field: str) -> str:
+    """The option that sets a dataclass's field."""
+    return "--" + field.replace("_", "-")
+
+
+def with_option_name(message: str, fields: Collection[str]) -> str:
+    """The message, which may begin with the name of a field, with the option's name instead."""
+    field, _, rest = message.partition(" ")
+    return f"{option_name(field)} {rest}" if field in fields else message
+
+
+def debug_option(command: Function) -> Function:
+    """`--debug`: accepted before and after the command's name."""
+
+    def switch_on(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.ensure_object(Settings).debug = True
+
+    return click.option(
+        "--debug",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=switch_on,
+        help="Show a traceback when something fails.",
+    )(command)
+
+
+bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+
+_ENGINE_OPTIONS = {
+    "provider": click.option(
+        "--provider",
+        metavar="NAME",
+        default=default_of(EngineConfig, "provider"),
+        show_default=True,
+        help="The execution provider to run on.",
+    ),
+    "threads": click.option(
+        "--threads",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=default_of(EngineConfig, "threads"),
+        help="Threads to compute with.  [default: the cores that this process may use]",
+    ),
+    "cache_dir": click.option(
+        "--cache-dir",
+        metavar="FOLDER",
+        default=default_of(EngineConfig, "cache_dir"),
+        help="Where packed weights are kept.  [default: in the bundle, if it can be written]",
+    ),
+    "max_context": click.option(
+        "--max-context",
+        metavar="N",
+        type=click.IntRange(min=2),
+        default=default_of(EngineConfig, "max_context"),
+        help="Most tokens of prompt and answer together.  [default: the bundle's]",
+    ),
+    "accuracy": click.option(
+        "--accuracy",
+        type=click.Choice(get_args(get_type_hints(EngineConfig)["accuracy"])),
+        default=default_of(EngineConfig, "accuracy"),
+        show_default=True,
+        help="default: quantized products with int8 activations; exact: in float32, slower.",
+    ),
+}
+
+
+def engine_options(*names: str) -> Callable[[Function], Function]:
+    """The named fields of EngineConfig as options; the command receives them as `engine`."""
+
+    def decorate(command: Function) -> Function:
+        @functools.wraps(command)
+        def gathered(**values: Any) -> Any:
+            engine = {name: values.pop(name) for name in names}
+            try:
+                return command(engine=engine, **values)
+            except UsageError as error:
+                raise UsageError(with_option_name(str(error), names)) from error
+
+        for name in reversed(names):
+            _ENGINE_OPTIONS[name](gathered)
+        return gathered  # type: ignore[return-value]  # click calls by keyword
+
+    return decorate

@@ -1,0 +1,99 @@
+"""The options that become SamplingParams."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from ortolan.cli.options import default_of, option_name, with_option_name
+from ortolan.errors import RequestError, UsageError
+from ortolan.runtime.params import SamplingParams
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class TokenBias(click.ParamType[tuple[int, float]]):
+    """ID=BIAS."""
+
+    name = "ID=BIAS"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, float]:
+        token_id, _, bias = str(value).partition("=")
+        try:
+            return int(token_id), float(bias)
+        except ValueError:
+            self.fail(f'{value!r} is not a token id, "=" and a number, as in 42=-5', param, ctx)
+
+
+# Field -> type, help. A field without a default in its help is off by default.
+_NUMBERS: dict[str, tuple[type, str]] = {
+    "max_tokens": (int, "Most tokens to generate.  [default: until the context is full]"),
+    "temperature": (
+        float,
+        "0 takes the likeliest token, more is more varied.  [default: 0, or "
+        f"{default_of(SamplingParams, 'temperature')} with --top-k, --top-p, --min-p or --seed]",
+    ),
+    "top_k": (int, "Choose among the N likeliest tokens."),
+    "top_p": (float, "Choose among the likeliest tokens that have this probability together."),
+    "min_p": (float, "Leave out tokens with less than this times the likeliest's probability."),
+    "repetition_penalty": (float, "Above 1: tokens of prompt and answer become less likely."),
+    "presence_penalty": (float, "Taken from the logits of tokens already in the answer."),
+    "frequency_penalty": (float, "The same, times how often each occurs."),
+    "seed": (int, "Makes a random answer repeatable."),
+}
+_ASK_FOR_SAMPLING = ("top_k", "top_p", "min_p", "seed")
+
+
+def sampling_options(command: Function) -> Function:
+    """The fields of SamplingParams as options; the command receives them as `params`."""
+
+    @functools.wraps(command)
+    def gathered(**values: Any) -> Any:
+        names = [item.name for item in dataclasses.fields(SamplingParams) if item.name in values]
+        given = {name: values.pop(name) for name in names}
+        return command(params=sampling_params(given), **values)
+
+    options = [
+        click.option(
+            option_name(name),
+            type=kind,
+            metavar="N" if kind is int else "X",
+            help=text,
+        )
+        for name, (kind, text) in _NUMBERS.items()
+    ]
+    options += [
+        click.option("--stop", metavar="TEXT", multiple=True, help="End before this; repeatable."),
+        click.option(
+            "--logit-bias",
+            type=TokenBias(),
+            multiple=True,
+            help="Added to a token's logit; repeatable.",
+        ),
+        click.option("--ignore-eos", is_flag=True, help="Go on after an end token."),
+    ]
+    for option in reversed(options):
+        option(gathered)
+    return gathered  # type: ignore[return-value]  # click calls by keyword
+
+
+def sampling_params(given: dict[str, Any]) -> SamplingParams:
+    """SamplingParams of the options; those left out keep the fields' defaults.
+
+    Only the temperature differs: the command line is greedy unless asked to sample, so that a
+    command run twice says the same. Raises UsageError naming the option.
+    """
+    fields = {name: value for name, value in given.items() if value is not None}
+    if not any(name in fields for name in ("temperature", *_ASK_FOR_SAMPLING)):
+        fields["temperature"] = 0.0
+    pairs = fields.pop("logit_bias", ())
+    if len(dict(pairs)) < len(pairs):
+        raise UsageError("--logit-bias names a token id twice; name each once")
+    try:
+        return SamplingParams(logit_bias=dict(pairs), **fields)
+    except RequestError as error:
+        raise UsageError(with_option_name(str(error), given)) from error

@@ -1,0 +1,1 @@
+"""Sessions, KV cache, sampling and the step loop."""

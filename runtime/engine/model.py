@@ -1,0 +1,187 @@
+"""Runs the decode and prefill sessions over the KV cache, with everything bound beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from ortolan.errors import EngineError
+from ortolan.graphs import contract as c
+from ortolan.graphs.manifest import ModelConfig
+from ortolan.runtime.engine.kv_cache import KvCache
+from ortolan.runtime.engine.sessions import SessionSet
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class _Binding:
+    """An IOBinding and the numpy arrays that it reads and writes.
+
+    The arrays are written in place between runs; nothing is bound again.
+    """
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        self._kept: list[Any] = []  # bound memory must outlive the binding
+
+    def input(self, name: str, array: npt.NDArray[Any]) -> None:
+        self._binding.bind_ortvalue_input(name, self._value(array))
+
+    def output(self, name: str, array: npt.NDArray[Any]) -> None:
+        self._binding.bind_ortvalue_output(name, self._value(array))
+
+    def kv(self, config: ModelConfig, cache: KvCache, first: int, rows: int) -> None:
+        """Past and present of those slots: one buffer, written in place."""
+        for layer in range(config.num_layers):
+            for part, name in enumerate(c.PARTS):
+                value = self._value(cache.rows(layer, part, first, rows))
+                self._binding.bind_ortvalue_input(c.past_name(layer, name), value)
+                self._binding.bind_ortvalue_output(c.present_name(layer, name), value)
+
+    def run(self) -> None:
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as exc:
+            raise EngineError(f"a step failed in onnxruntime: {exc}") from exc
+
+    def _value(self, array: npt.NDArray[Any]) -> ort.OrtValue:
+        value = ort.OrtValue.ortvalue_from_numpy(array)
+        self._kept.append((array, value))
+        return value
+
+
+class _DecodeBinding(_Binding):
+    """One token for each of `rows` slots from `first` on."""
+
+    def __init__(self, model: Model, first: int, rows: int) -> None:
+        super().__init__(model.sessions.decode)
+        self.ids = np.zeros((rows, 1), np.int64)
+        self.seqlens_k = np.zeros(rows, np.int32)
+        self.total = np.zeros((), np.int32)
+        self.logits: FloatArray = np.zeros((rows, 1, model.config.vocab_size), np.float32)
+        self.input(c.INPUT_IDS, self.ids)
+        self.input(c.SEQLENS_K, self.seqlens_k)
+        self.input(c.TOTAL_SEQUENCE_LENGTH, self.total)
+        self.kv(model.config, model.cache, first, rows)
+        self.output(c.LOGITS, self.logits)
+
+
+class _PrefillBinding(_Binding):
+    """A chunk for each of `rows` slots from `first` on; ids and logits are bound per shape."""
+
+    def __init__(self, model: Model, first: int, rows: int) -> None:
+        super().__init__(model.sessions.prefill)
+        self._vocab_size = model.config.vocab_size
+        self._rows = rows
+        self.seqlens_k = np.zeros(rows, np.int32)
+        self.total = np.zeros((), np.int32)
+        self.query_seqlens = np.zeros(rows, np.int32)
+        self.input(c.SEQLENS_K, self.seqlens_k)
+        self.input(c.TOTAL_SEQUENCE_LENGTH, self.total)
+        if model.sessions.ragged:
+            self.input(c.QUERY_SEQLENS, self.query_seqlens)
+        self.kv(model.config, model.cache, first, rows)
+        self._fixed = len(self._kept)
+        self._shape = (0, 0)
+
+    def shape(self, chunk: int, logits: int) -> None:
+        """Bind ids [rows, chunk] and `logits` logits per row, unless they are bound already."""
+        if (chunk, logits) == self._shape:
+            return
+        self._shape = (0, 0)
+        del self._kept[self._fixed :]
+        self.ids = np.zeros((self._rows, chunk), np.int64)
+        self.logits_index = np.zeros((self._rows, logits), np.int32)
+        self.logits: FloatArray = np.zeros((self._rows, logits, self._vocab_size), np.float32)
+        self.input(c.INPUT_IDS, self.ids)
+        self.input(c.LOGITS_INDEX, self.logits_index)
+        self.output(c.LOGITS, self.logits)
+        self._shape = (chunk, logits)
+
+
+class Model:
+    """The decoder as two calls, `prefill` and `decode`, over slots of the KV cache.
+
+    min_rows: at accuracy level 1 it is 2, since a product of one row differs in the last bits
+    from one of more (rule 1d). A single row then decodes beside idle slots, which the caller
+    leaves free.
+    Returned logits are views that the next call of the same shape overwrites.
+    """
+
+    def __init__(
+        self, config: ModelConfig, sessions: SessionSet, cache: KvCache, min_rows: int
+    ) -> None:
+        self.config = config
+        self.sessions = sessions
+        self.cache = cache
+        self.min_rows = min_rows
+        self._decode: dict[tuple[int, int], _DecodeBinding] = {}
+        self._prefill: dict[tuple[int, int], _PrefillBinding] = {}
+
+    def decode(self, first: int, token_ids: Sequence[int], lengths: Sequence[int]) -> FloatArray:
+        """Logits [rows, vocab] after one token for each slot from `first` on.
+
+        lengths: tokens that each slot holds before this one.
+        """
+        rows = len(token_ids)
+        if rows < self.min_rows:
+            return self._decode_beside_idle(first, token_ids[0], lengths[0])
+        binding = self._decode.get((first, rows))
+        if binding is None:
+            binding = self._decode[first, rows] = _DecodeBinding(self, first, rows)
+        binding.ids[:, 0] = token_ids
+        binding.seqlens_k[:] = lengths
+        binding.total[...] = max(lengths) + 1
+        binding.run()
+        return binding.logits[:, 0]
+
+    def _decode_beside_idle(self, slot: int, token_id: int, length: int) -> FloatArray:
+        """One row together with idle rows after it.
+
+        These write the first position of their slots, which a prompt writes before it is read.
+        """
+        idle = self.min_rows - 1
+        logits = self.decode(slot, [token_id] * (1 + idle), [length] + [0] * idle)
+        return logits[:1]
+
+    def prefill(
+        self,
+        first: int,
+        token_ids: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        logits_index: Sequence[Sequence[int]],
+    ) -> FloatArray:
+        """Read a chunk of tokens into each slot from `first` on; logits [rows, n, vocab].
+
+        lengths: tokens that each slot holds before. logits_index: positions in the chunk, n per
+        row. Rows of different sizes need a provider with ragged prefill.
+        """
+        rows = len(token_ids)
+        sizes = [len(ids) for ids in token_ids]
+        chunk = max(sizes)
+        if rows > 1 and self.min_rows > 1:
+            chunk += chunk % 2  # an even number of rows in all leaves no single one over in a tile
+        if not self.sessions.ragged and (rows > 1 or min(sizes) < chunk):
+            raise EngineError("this provider prefills one row at a time")
+        binding = self._prefill.get((first, rows))
+        if binding is None:
+            binding = self._prefill[first, rows] = _PrefillBinding(self, first, rows)
+        wanted = len(logits_index[0])
+        if self.min_rows > 1 and rows * wanted % 2:  # the same for the head's product
+            logits_index = [[*index, index[-1]] for index in logits_index]
+        binding.shape(chunk, len(logits_index[0]))
+        for row, ids in enumerate(token_ids):
+            binding.ids[row, : len(ids)] = ids
+            binding.ids[row, len(ids) :] = 0
+        binding.query_seqlens[:] = sizes
+        totals = [n + size for n, size in zip(lengths, sizes, strict=True)]
+        binding.seqlens_k[:] = [total - 1 for total in totals]
+        binding.total[...] = max(*totals, chunk)  # the kernel wants room for the padding as well
+        binding.logits_index[:] = logits_index
+        binding.run()
+        return binding.logits[:, :wanted]

@@ -1,0 +1,194 @@
+"""The packed cache: graphs optimized, weights laid out for this processor, mapped by all sessions.
+
+An entry is a folder `KEY/` with the graphs and one weights file that they share. It is built in
+`KEY.building-*` and renamed, so it appears whole; two processes that build at once each build
+their own, and the second finds that the first was faster. Files of a finished entry never change:
+readers have them mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import onnxruntime as ort
+
+from ortolan.errors import EngineError
+from ortolan.graphs.contract import DECODE
+from ortolan.graphs.manifest import WEIGHTS_NAME
+from ortolan.runtime.bundle import Bundle
+from ortolan.runtime.engine.accuracy import Accuracy
+from ortolan.runtime.engine.sessions import (
+    open_source_graph,
+    optimizing_entries,
+    prefill_graph,
+)
+from ortolan.runtime.engine.thread_pool import use_threads
+from ortolan.runtime.machine import cpu_fingerprint
+from ortolan.runtime.params import EngineConfig
+from ortolan.runtime.providers import Provider, find_provider
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = ".packed"
+_DATA_NAME = "weights.packed"
+_KEEP = 4  # entries of one bundle; another version of ONNX Runtime adds one, and so does accuracy
+_ABANDONED_S = 3600.0  # a build that old was killed
+_LAYOUT = 1  # part of the key: raise it when what an entry holds changes
+
+
+def packed_graphs(
+    bundle: Bundle, provider: Provider, accuracy: Accuracy, cache_dir: str | None
+) -> dict[str, Path] | None:
+    """The packed form of the bundle's decode and prefill graphs, built if it is not there.
+
+    Without `cache_dir` it lives in the bundle's folder or, where that is read-only, in the user's
+    cache folder. None where the provider has no such form or it cannot be written (a full disk):
+    the caller then loads the bundle's own graphs, which takes longer and more memory.
+    """
+    if not provider.capabilities.packs_weights:
+        return None
+    graphs = (DECODE, prefill_graph(provider))
+    key = _key(bundle, provider, accuracy, graphs)
+    homes = _homes(bundle, cache_dir)
+    for home in homes:
+        if _complete(home / key, graphs):
+            return _paths(home / key, graphs)
+    for home in homes:
+        try:
+            _build(bundle, provider, accuracy, graphs, home, key)
+        except (OSError, EngineError) as exc:
+            logger.warning("packed cache not written", extra={"folder": home, "reason": str(exc)})
+            continue
+        _prune(home, keep=key)
+        return _paths(home / key, graphs)
+    return None
+
+
+def optimized_graphs(bundle_path: Path, config: EngineConfig) -> dict[str, Path]:
+    """Optimized graphs by name, for a reader who wants to see what ONNX Runtime made of them.
+
+    Raises EngineError where they cannot be written.
+    """
+    bundle = Bundle.open(bundle_path)
+    use_threads(config.threads)
+    provider = find_provider(config.provider, ort)
+    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
+    if packed is None:
+        raise EngineError(
+            f"{bundle_path}: optimized graphs cannot be written there; give --cache-dir"
+        )
+    return packed
+
+
+def _key(bundle: Bundle, provider: Provider, accuracy: Accuracy, graphs: tuple[str, ...]) -> str:
+    files = bundle.manifest.files
+    parts = {
+        "layout": _LAYOUT,
+        "cpu": cpu_fingerprint(),
+        "onnxruntime": ort.__version__,
+        "provider": provider.name,
+        "accuracy": accuracy,
+        "options": optimizing_entries(provider, accuracy),
+        "graphs": {graph: files[f"{graph}.onnx"].sha256 for graph in graphs},
+        "weights": files[WEIGHTS_NAME].sha256,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _homes(bundle: Bundle, cache_dir: str | None) -> list[Path]:
+    """Folders that may hold entries of this bundle, the preferred one first."""
+    name = bundle.manifest.files[WEIGHTS_NAME].sha256[:24]
+    if cache_dir is not None:
+        return [Path(cache_dir) / name]
+    return [bundle.path / _FOLDER, _user_cache() / name]
+
+
+def _user_cache() -> Path:
+    if os.name == "nt":
+        base = os.environ.get("LOCALAPPDATA", "") or "~/AppData/Local"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME", "") or "~/.cache"
+    with contextlib.suppress(RuntimeError):  # no home folder
+        return Path(base).expanduser() / "ortolan"
+    return Path(tempfile.gettempdir()) / "ortolan"
+
+
+def _paths(entry: Path, graphs: tuple[str, ...]) -> dict[str, Path]:
+    """Where each graph is: beside the first, or in a folder of its own with its own weights."""
+    return {
+        graph: path if (path := entry / f"{graph}.onnx").exists() else entry / graph / path.name
+        for graph in graphs
+    }
+
+
+def _complete(entry: Path, graphs: tuple[str, ...]) -> bool:
+    return entry.is_dir() and all(path.exists() for path in _paths(entry, graphs).values())
+
+
+def _build(
+    bundle: Bundle,
+    provider: Provider,
+    accuracy: Accuracy,
+    graphs: tuple[str, ...],
+    home: Path,
+    key: str,
+) -> None:
+    home.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f"{key}.building-", dir=home))
+    try:
+        # Damage found later would have been baked into every entry made from it.
+        bundle.check_hash(WEIGHTS_NAME)
+        for graph in graphs:
+            (building / graph).mkdir()
+            save_to = building / graph / f"{graph}.onnx"
+            open_source_graph(
+                bundle, graph, provider, accuracy, save_to=save_to, data_name=_DATA_NAME
+            )
+        _share_weights(building, graphs)
+        building.chmod(0o755)
+        with contextlib.suppress(OSError):
+            building.rename(home / key)
+        if not _complete(home / key, graphs):
+            raise EngineError(f"{home / key}: the packed cache could not be put in place")
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _share_weights(building: Path, graphs: tuple[str, ...]) -> None:
+    """Put the first graph and its weights on top, and every graph whose weights are equal."""
+    first = graphs[0]
+    for path in sorted((building / first).iterdir()):
+        path.rename(building / path.name)
+    (building / first).rmdir()
+    for graph in graphs[1:]:
+        own = building / graph / _DATA_NAME
+        if filecmp.cmp(building / _DATA_NAME, own, shallow=False):
+            (building / graph / f"{graph}.onnx").rename(building / f"{graph}.onnx")
+            shutil.rmtree(building / graph)
+        else:
+            logger.warning("packed weights differ between graphs", extra={"graph": graph})
+
+
+def _prune(home: Path, keep: str) -> None:
+    """Remove abandoned builds and the oldest entries. A mapped file lives on until unmapped."""
+    now = time.time()
+    entries = []
+    for folder in home.iterdir():
+        with contextlib.suppress(OSError):
+            modified = folder.stat().st_mtime
+            if ".building-" in folder.name:
+                if now - modified > _ABANDONED_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+            elif folder.name != keep:
+                entries.append((modified, folder))
+    for _, folder in sorted(entries, reverse=True)[_KEEP - 1 :]:
+        shutil.rmtree(folder, ignore_errors=True)

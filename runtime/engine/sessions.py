@@ -1,0 +1,115 @@
+"""A bundle's sessions: decode, prefill and sample, on one thread pool and one set of weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnxruntime as ort
+
+from ortolan.errors import EngineError
+from ortolan.graphs.contract import DECODE, PREFILL, PREFILL_RAGGED, SAMPLE
+from ortolan.runtime.bundle import Bundle
+from ortolan.runtime.engine.accuracy import LEVELS, Accuracy, with_accuracy
+from ortolan.runtime.providers import Provider
+
+logger = logging.getLogger(__name__)
+
+_ERRORS_ONLY = 3  # ONNX Runtime's log severity; its warnings are about our own choices
+
+
+@dataclass(frozen=True)
+class SessionSet:
+    """`prefill` takes query_seqlens (and more than one row) if `ragged`."""
+
+    decode: ort.InferenceSession
+    prefill: ort.InferenceSession
+    sample: ort.InferenceSession
+    ragged: bool
+
+
+def prefill_graph(provider: Provider) -> str:
+    """The prefill graph that the provider can run; the ragged one does all the other does."""
+    return PREFILL_RAGGED if provider.capabilities.ragged_prefill else PREFILL
+
+
+def session_options(entries: Mapping[str, str]) -> ort.SessionOptions:
+    """Options common to all sessions: the shared pool, quiet logs, and these config entries."""
+    options = ort.SessionOptions()
+    options.use_per_session_threads = False
+    options.log_severity_level = _ERRORS_ONLY
+    for key, value in entries.items():
+        options.add_session_config_entry(key, value)
+    return options
+
+
+def optimizing_entries(provider: Provider, accuracy: Accuracy) -> dict[str, str]:
+    """Config entries that decide what ONNX Runtime makes of a graph of the bundle."""
+    return {
+        **provider.session_config,
+        "session.qdq_matmulnbits_accuracy_level": str(LEVELS[accuracy]),
+    }
+
+
+def open_source_graph(
+    bundle: Bundle,
+    graph: str,
+    provider: Provider,
+    accuracy: Accuracy,
+    *,
+    save_to: Path | None = None,
+    data_name: str = "",
+) -> ort.InferenceSession:
+    """A session on a graph of the bundle itself; optionally saves its optimized, packed form.
+
+    save_to: the file for the optimized graph; `data_name` its weights file in the same folder.
+    """
+    entries = optimizing_entries(provider, accuracy)
+    # The graph comes as bytes, so its weights file has to be pointed out.
+    entries["session.model_external_initializers_file_folder_path"] = str(bundle.path.resolve())
+    if save_to is not None:
+        entries["session.save_external_prepacked_constant_initializers"] = "1"
+        entries["session.optimized_model_external_initializers_file_name"] = data_name
+    options = session_options(entries)
+    if save_to is not None:
+        options.optimized_model_filepath = str(save_to)
+    model = with_accuracy(bundle.graph_path(graph).read_bytes(), accuracy)
+    return _open(bundle.graph_path(graph), model, options, provider)
+
+
+def open_packed_graph(path: Path, provider: Provider) -> ort.InferenceSession:
+    """A session on an optimized, packed graph, whose weights are memory-mapped."""
+    options = session_options(provider.session_config)
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return _open(path, str(path), options, provider)
+
+
+def _open(
+    path: Path, model: bytes | str, options: ort.SessionOptions, provider: Provider
+) -> ort.InferenceSession:
+    try:
+        return ort.InferenceSession(
+            model, options, providers=[(provider.ort_name, dict(provider.options))]
+        )
+    except Exception as exc:
+        raise EngineError(
+            f"{path}: onnxruntime {ort.__version__} cannot load it for provider {provider.name}: "
+            f"{exc}"
+        ) from exc
+
+
+def open_sessions(
+    bundle: Bundle, provider: Provider, accuracy: Accuracy, packed: Mapping[str, Path] | None
+) -> SessionSet:
+    """Sessions from the packed graphs, or from the bundle's own where there are none."""
+    name = prefill_graph(provider)
+    if packed is None:
+        decode, prefill = (
+            open_source_graph(bundle, graph, provider, accuracy) for graph in (DECODE, name)
+        )
+    else:
+        decode, prefill = (open_packed_graph(packed[graph], provider) for graph in (DECODE, name))
+    sample = open_source_graph(bundle, SAMPLE, provider, accuracy)
+    return SessionSet(decode, prefill, sample, ragged=name == PREFILL_RAGGED)

@@ -1,0 +1,51 @@
+"""What this process may use of the machine: the container's limits, not the host's."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import platform
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """Processors this process may run on, at most the cgroup's CPU quota; at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = _cpu_quota()
+    return max(1, cores if quota is None else min(cores, math.ceil(quota)))
+
+
+def _cpu_quota() -> float | None:
+    """The cgroup's limit in cores (version 2, then 1), or None without one."""
+    try:
+        limit, period = (_CGROUP / "cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        limit = (_CGROUP / "cpu/cpu.cfs_quota_us").read_text()
+        period = (_CGROUP / "cpu/cpu.cfs_period_us").read_text()
+        return int(limit) / int(period) if int(limit) > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def cpu_fingerprint() -> str:
+    """A short hash of the processor's model and instruction sets.
+
+    Packed weights are laid out for these, so a cache made elsewhere must not be found.
+    """
+    parts = [platform.system(), platform.machine(), platform.processor()]
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    wanted = ("vendor_id", "cpu family", "model\t", "flags", "Features", "CPU part")
+    parts += sorted({line for line in lines if line.startswith(wanted)})
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,260 @@
+"""What a caller asks for and what comes back: the dataclasses that cross the runtime's border."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any, Literal, NoReturn
+
+from ortolan.errors import RequestError
+
+FinishReason = Literal["stop", "length"]
+
+MAX_LOGPROBS = 20
+
+
+class FrozenBias(dict[int, float]):
+    """Token id -> bias, refusing changes; hashable, picklable and plain to json and asdict."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("sampling parameters cannot be changed; make new ones")
+
+    __setitem__ = __delitem__ = _refuse
+    clear = pop = popitem = setdefault = update = __ior__ = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[type[FrozenBias], tuple[dict[int, float]]]:
+        return FrozenBias, (dict(self),)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop; the field's usual names and meanings.
+
+    Values are checked on construction as far as no model is needed; `check_against_model`
+    checks the rest. Sequences become tuples, `logit_bias` a mapping that refuses changes, one
+    stop string a tuple of one, numpy numbers Python's. Raises RequestError naming the field.
+    """
+
+    max_tokens: int | None = None  # None: until the context is full
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off; -1 is read as 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # prompt and generated tokens, as in Hugging Face
+    presence_penalty: float = 0.0  # generated tokens only, as in OpenAI
+    frequency_penalty: float = 0.0  # generated tokens only, times how often
+    logit_bias: Mapping[int, float] = field(default_factory=FrozenBias)
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None  # None: drawn from the operating system when the request starts
+    n: int = 1
+    logprobs: int | None = None  # 0: the chosen token's only
+
+    def __post_init__(self) -> None:
+        top_k = _whole("top_k", self.top_k, -1)
+        checked: dict[str, object] = {
+            "max_tokens": _optional_whole("max_tokens", self.max_tokens, 0),
+            "temperature": _number("temperature", self.temperature, 0.0),
+            "top_k": max(top_k, 0),
+            "top_p": _number("top_p", self.top_p, 0.0, 1.0, above=True),
+            "min_p": _number("min_p", self.min_p, 0.0, 1.0),
+            "repetition_penalty": _number(
+                "repetition_penalty", self.repetition_penalty, 0.0, above=True
+            ),
+            "presence_penalty": _number("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "logit_bias": _logit_bias(self.logit_bias),
+            "stop": _stop(self.stop),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "ignore_eos": _flag("ignore_eos", self.ignore_eos),
+            "seed": _optional_whole("seed", self.seed, -(2**63), 2**64 - 1),
+            "n": _whole("n", self.n, 1),
+            "logprobs": _optional_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken (temperature 0), whatever the other filters say."""
+        return self.temperature == 0.0
+
+    def check_against_model(self, vocab_size: int) -> None:
+        """Check what depends on the model: token ids and top_k against its `vocab_size`.
+
+        Raises RequestError naming the field.
+        """
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token_id in ids:
+                if token_id >= vocab_size:
+                    raise RequestError(
+                        f"{name} holds the token id {_shown(token_id)}; "
+                        f"the model's ids end at {vocab_size - 1}"
+                    )
+        if self.top_k > vocab_size:
+            raise RequestError(
+                f"top_k is {_shown(self.top_k)}; the model's vocabulary has {vocab_size} tokens, "
+                "and 0 switches top_k off"
+            )
+
+
+def _shown(value: object) -> str:
+    """The value as an error shows it: bounded, so that no error echoes a huge input."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an integer past Python's limit on decimal digits
+        return f"a {type(value).__name__} too long to show"
+
+
+def _refused(name: str, value: object, accepted: str) -> RequestError:
+    return RequestError(f"{name} is {_shown(value)}; it must be {accepted}")
+
+
+def _range(low: float, high: float | None, above: bool = False) -> str:
+    if high is None:
+        return f"above {low:g}" if above else f"of at least {low:g}"
+    return f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+
+
+def _whole(name: str, value: object, low: int, high: int | None = None) -> int:
+    # bool is an int to Python; in a request it is a mistake.
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        number = int(value)
+        if number >= low and (high is None or number <= high):
+            return number
+    bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+    raise _refused(name, value, f"a whole number {bounds}")
+
+
+def _optional_whole(name: str, value: object, low: int, high: int | None = None) -> int | None:
+    return None if value is None else _whole(name, value, low, high)
+
+
+def _number(
+    name: str, value: object, low: float, high: float | None = None, *, above: bool = False
+) -> float:
+    """A finite float within [low, high], or (low, high] with `above`."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        inside = number > low if above else number >= low
+        if math.isfinite(number) and inside and (high is None or number <= high):
+            return number
+    raise _refused(name, value, f"a finite number {_range(low, high, above)}")
+
+
+def _flag(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise _refused(name, value, "true or false")
+
+
+def _logit_bias(value: object) -> FrozenBias:
+    if not isinstance(value, Mapping):
+        raise _refused("logit_bias", value, "a mapping from token ids to numbers")
+    return FrozenBias(
+        (
+            _whole("a token id in logit_bias", token_id, 0),
+            _number(f"logit_bias of {_shown(token_id)}", bias, -100.0, 100.0),
+        )
+        for token_id, bias in value.items()
+    )
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
+        raise _refused("stop", value, "a string or a list of strings")
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise RequestError(
+                f"stop holds {_shown(text)}; it must be a non-empty string or a list of them"
+            )
+    return tuple(value)
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    # A numpy array is no Sequence; anything that iterates over whole numbers will do.
+    if isinstance(value, (str, bytes, bytearray, Mapping)) or not hasattr(value, "__iter__"):
+        raise _refused(name, value, "a list of token ids")
+    return tuple(_whole(f"a token id in {name}", token_id, 0) for token_id in value)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt with its settings. `prompt_ids` int, at least one."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token's natural-log probability under the model, before penalties and temperature."""
+
+    token_id: int
+    bytes: bytes
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens really processed. `cached_tokens` counts prompt tokens whose KV was reused."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One generated token as it happens. `text` may be empty while a character is incomplete.
+
+    token_id is None on the one event of a request for no tokens (max_tokens 0).
+    """
+
+    text: str
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None  # on the last event
+    logprob: TokenLogprob | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer. ttft_s: seconds from the call to the first token."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    ttft_s: float
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of the engine, fixed at load.
+
+    prefill_chunk: most prompt tokens that one prefill call reads (at least 2).
+    accuracy: "default" computes quantized products with int8 activations, "exact" in float32.
+    max_context: tokens per slot; None takes the bundle's.
+    """
+
+    provider: str = "cpu"
+    threads: int | None = None
+    cache_dir: str | None = None
+    max_slots: int = 16
+    max_context: int | None = None
+    prefill_chunk: int = 256
+    accuracy: Literal["default", "exact"] = "default"

@@ -1,0 +1,12 @@
+"""The CPU provider: always there with any ONNX Runtime."""
+
+from __future__ import annotations
+
+from ortolan.runtime.providers.base import Capabilities, Provider
+
+PROVIDER = Provider(
+    name="cpu",
+    ort_name="CPUExecutionProvider",
+    capabilities=Capabilities(ragged_prefill=True, packs_weights=True, host_memory=True),
+    remedy="pip install 'ortolan[cpu]'",
+)

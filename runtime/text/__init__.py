@@ -1,0 +1,1 @@
+"""Tokenizer, detokenizer, chat template, stop strings."""

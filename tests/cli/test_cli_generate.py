@@ -1,0 +1,177 @@
+"""`ortolan generate`: what is asked of the model, and how its answer is shown."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from ortolan.cli import output
+from ortolan.runtime.params import EngineConfig, SamplingParams
+
+Run = Callable[..., Result]
+RunFake = Callable[..., "subprocess.Popen[bytes]"]
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_text_goes_to_stdout_and_timings_to_stderr(run: Run, fake: Any) -> None:
+    """A pipe behind the command must receive the answer and nothing else."""
+    done = run("generate", "bundle", "Say hello")
+    assert done.exit_code == 0
+    assert done.stdout == "Hello wörld 🐦\n"
+    assert done.stderr.startswith("5 tokens read (3 cached), 3 tokens generated, first token after")
+    assert done.stderr.endswith(" tokens/s\n")
+    assert fake.asked == ["Say hello"]
+    assert fake.closed
+
+
+def test_each_piece_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person watching, or a program reading the pipe, must not wait for a full buffer."""
+    calls: list[str] = []
+
+    class Recorder:
+        def write(self, text: str) -> None:
+            calls.append(text)
+
+        def flush(self) -> None:
+            calls.append("flush")
+
+    monkeypatch.setattr("sys.stdout", Recorder())
+    output.write("a")
+    output.write("b")
+    assert calls == ["a", "flush", "b", "flush"]
+
+
+def test_escape_codes_of_the_model_survive_a_pipe(run: Run, fake: Any) -> None:
+    """The streamed text must be the answer, character for character."""
+    fake.pieces = ["\x1b[1m", "bold\r\n"]
+    assert run("generate", "bundle", "x").stdout_bytes == b"\x1b[1mbold\r\n\n"
+
+
+def test_json_is_one_object_with_all_that_is_known(run: Run, fake: Any) -> None:
+    """Programs read this; a key that moves breaks them."""
+    done = run("generate", "bundle", "x", "--json")
+    found = json.loads(done.stdout)
+    assert found.pop("ttft_s") >= 0
+    assert found.pop("tokens_per_s") > 0
+    assert found == {
+        "text": "Hello wörld 🐦",
+        "token_ids": [0, 1, 2],
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 3},
+    }
+    assert done.stderr == ""
+
+
+def test_chat_wraps_the_prompt_in_messages(run: Run, fake: Any) -> None:
+    """Without the template an instruct model continues the question instead of answering it."""
+    run("generate", "bundle", "Who?", "--chat", "--system", "Be brief.")
+    assert fake.asked == [
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    ]
+
+
+@pytest.mark.parametrize("ending", ["", "\n", "\r\n"])
+def test_dash_reads_standard_input(run: Run, fake: Any, ending: str) -> None:
+    """The line break that echo and editors add would change the tokens."""
+    assert run("generate", "bundle", "-", stdin=f"two\nlines é{ending}".encode()).exit_code == 0
+    assert fake.asked == ["two\nlines é"]
+
+
+def test_every_sampling_option_reaches_the_model(run: Run, fake: Any) -> None:
+    """An option that is parsed and dropped is worse than none."""
+    options = (
+        "--max-tokens 9 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 7 "
+        "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty -0.3 --ignore-eos "
+        "--stop END --stop . --logit-bias 5=-2.5 --logit-bias 6=1"
+    )
+    assert run("generate", "bundle", "x", *options.split()).exit_code == 0
+    assert fake.params == [
+        SamplingParams(
+            max_tokens=9,
+            temperature=0.5,
+            top_k=4,
+            top_p=0.9,
+            min_p=0.1,
+            seed=7,
+            repetition_penalty=1.1,
+            presence_penalty=0.2,
+            frequency_penalty=-0.3,
+            ignore_eos=True,
+            stop=("END", "."),
+            logit_bias={5: -2.5, 6: 1.0},
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], SamplingParams(temperature=0)),
+        (["--max-tokens", "3"], SamplingParams(temperature=0, max_tokens=3)),
+        (["--seed", "7"], SamplingParams(seed=7)),
+        (["--top-p", "0.5"], SamplingParams(top_p=0.5)),
+        (["--seed", "7", "--temperature", "0"], SamplingParams(seed=7, temperature=0)),
+    ],
+)
+def test_greedy_unless_asked_to_sample(
+    run: Run, fake: Any, options: list[str], expected: SamplingParams
+) -> None:
+    """A command run twice says the same, and --top-p alone is not without effect."""
+    run("generate", "bundle", "x", *options)
+    assert fake.params == [expected]
+
+
+def test_engine_options_reach_load_with_the_fields_defaults(run: Run, fake: Any) -> None:
+    """Two sets of defaults would drift apart."""
+    run("generate", "bundle", "x")
+    path, settings = fake.loaded
+    assert path == Path("bundle")
+    assert EngineConfig(**settings) == EngineConfig()
+    run(
+        *("generate", "bundle", "x", "--provider", "other", "--threads", "3"),
+        *("--cache-dir", "there", "--max-context", "64", "--accuracy", "exact"),
+    )
+    assert fake.loaded[1] == {
+        "provider": "other",
+        "threads": 3,
+        "cache_dir": "there",
+        "max_context": 64,
+        "accuracy": "exact",
+    }
+
+
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONIOENCODING": "latin-1"},
+    ],
+)
+def test_output_is_utf8_in_any_locale(run_fake: RunFake, locale: dict[str, str]) -> None:
+    """A container without a locale must not crash on the first accent."""
+    done = run_fake("generate", "bundle", "ö", env={"PYTHONIOENCODING": None, **locale})
+    out, err = done.communicate(timeout=60)
+    assert done.returncode == 0, err
+    assert out.decode("utf-8") == "wörd0 wörd1 wörd2 \n"
+
+
+def test_answer_of_no_tokens_has_no_timings(run: Run, fake: Any) -> None:
+    """max_tokens 0 is allowed; its missing numbers are left out, not divided by zero."""
+    fake.pieces = []
+    done = run("generate", "bundle", "x")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "\n", "0 tokens generated\n")
+
+
+def test_real_model_answers(run_cli: RunCli, smollm2_bundle: Path) -> None:
+    """The first thing that a new user runs; exact, since the reference's lead is small here."""
+    question = "What is the capital of France?"
+    done = run_cli("generate", smollm2_bundle, question, "--chat", "--accuracy", "exact")
+    assert done.stdout == "The capital of France is Paris.\n"
+    assert "37 tokens read, 8 tokens generated, first token after" in done.stderr

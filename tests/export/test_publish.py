@@ -1,0 +1,395 @@
+"""A bundle appears whole or not at all, and an old one survives whatever happens to the new."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortolan.errors import BundleError
+from ortolan.export import publish
+from ortolan.export.exporter import ExportOptions, export_bundle
+from ortolan.export.publish import published_folder
+
+AWKWARD_NAMES = ["plain", "two words", "grün-模型", "[x]*?", ".hidden", "-dash", "a.partial-b"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write_bundle(folder: Path, text: str) -> None:
+    (folder / "manifest.json").write_text(text)
+    (folder / "decode.onnx").write_text(text)
+
+
+def publish_to(target: Path, text: str = "new", *, force: bool = False) -> None:
+    with published_folder(target, force=force) as folder:
+        write_bundle(folder, text)
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A folder that holds one old bundle."""
+    target = tmp_path / "bundle"
+    target.mkdir()
+    write_bundle(target, "old")
+    return target
+
+
+def assert_only_old_is_left(old: Path) -> None:
+    assert names(old.parent) == ["bundle"]
+    assert names(old) == ["decode.onnx", "manifest.json"]
+    assert {path.read_text() for path in old.iterdir()} == {"old"}
+
+
+# Within one process
+
+
+@pytest.mark.parametrize("name", AWKWARD_NAMES)
+def test_a_folder_appears_when_it_is_complete(tmp_path: Path, name: str) -> None:
+    """Whatever the target is called; --force replaces it just so."""
+    target = tmp_path / name
+    for text in ("first", "second"):
+        with published_folder(target, force=True) as folder:
+            assert folder.parent == tmp_path
+            assert not target.exists() or (target / "decode.onnx").read_text() == "first"
+            write_bundle(folder, text)
+        assert names(tmp_path) == [name]
+        assert (target / "decode.onnx").read_text() == text
+        assert names(target) == ["decode.onnx", "manifest.json"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit, BundleError])
+@pytest.mark.parametrize("existing", [False, True])
+def test_an_error_leaves_nothing_new_and_all_that_was_old(
+    tmp_path: Path, error: type[BaseException], existing: bool
+) -> None:
+    """Ctrl-C is the usual one."""
+    target = tmp_path / "bundle"
+    if existing:
+        target.mkdir()
+        write_bundle(target, "old")
+
+    def stop_half_way() -> None:
+        with published_folder(target, force=True) as folder:
+            write_bundle(folder, "new")
+            raise error("stop")
+
+    with pytest.raises(error):
+        stop_half_way()
+    if existing:
+        assert_only_old_is_left(target)
+    else:
+        assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), KeyboardInterrupt()])
+@pytest.mark.parametrize("failing", ["second rename", "first rename"])
+def test_an_old_bundle_comes_back_when_the_exchange_fails(
+    old: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, failing: str
+) -> None:
+    """The two renames are the only moment at which the target is absent."""
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        moves_away = self == old
+        if self.name == "bundle" and not moves_away:
+            return rename(self, target)  # putting it back
+        if moves_away == (failing == "first rename"):
+            raise error
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    expected = BundleError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        publish_to(old, force=True)
+    assert_only_old_is_left(old)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, "no space left"),
+        (errno.EDQUOT, "no space left"),
+        (errno.EFBIG, "File too large"),
+        (errno.EROFS, "Read-only file system"),
+    ],
+)
+def test_a_failing_disk_leaves_nothing_and_says_so(
+    old: Path, monkeypatch: pytest.MonkeyPatch, tiny_gguf: Path, code: int, words: str
+) -> None:
+    """The second half of the weights finds the disk full."""
+    from ortolan.export.weights_file import WeightsFile
+
+    write = WeightsFile._write
+
+    def fail(self: WeightsFile, data: Any) -> None:
+        if self._size > 40_000:
+            raise OSError(code, os.strerror(code))
+        write(self, data)
+
+    monkeypatch.setattr(WeightsFile, "_write", fail)
+    with pytest.raises(BundleError, match=words) as caught:
+        export_bundle(str(tiny_gguf), old, ExportOptions(force=True))
+    assert str(old) in str(caught.value)
+    assert_only_old_is_left(old)
+
+
+def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    """An export takes minutes; without --force, what came in between is someone's."""
+    target = tmp_path / "bundle"
+
+    def publish_slowly() -> None:
+        with published_folder(target, force=False) as folder:
+            write_bundle(folder, "new")
+            target.mkdir()
+            write_bundle(target, "old")
+
+    with pytest.raises(BundleError, match="--force"):
+        publish_slowly()
+    assert_only_old_is_left(target)
+
+
+def test_a_second_export_to_the_same_target_is_refused(tmp_path: Path) -> None:
+    """It would otherwise take the first one's folder for a dead run's, and remove it."""
+    target = tmp_path / "bundle"
+    with published_folder(target, force=False) as folder:
+        write_bundle(folder, "first")
+        with pytest.raises(BundleError, match="another export"):
+            publish_to(target, force=True)
+        with published_folder(tmp_path / "other", force=False) as other:
+            write_bundle(other, "other")
+    assert names(tmp_path) == ["bundle", "other"]
+    assert (target / "decode.onnx").read_text() == "first"
+
+
+def test_a_relative_path_is_taken_from_where_the_run_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And missing folders above it are made."""
+    monkeypatch.chdir(tmp_path)
+    with published_folder(Path("new/../a/b/bundle"), force=False) as folder:
+        write_bundle(folder, "new")
+        monkeypatch.chdir("/")
+    assert names(tmp_path / "a/b") == ["bundle"]
+
+
+def test_a_target_inside_a_file_is_refused(tmp_path: Path) -> None:
+    """A typing error in the path, which the operating system answers."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BundleError, match="cannot be written"):
+        publish_to(tmp_path / "file/bundle", force=False)
+    with pytest.raises(BundleError, match="cannot be written"):
+        publish_to(tmp_path / ("n" * 250), force=False)
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.fixture
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no umask")
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002], indirect=True, ids=oct)
+def test_permissions_follow_the_umask(tiny_gguf: Path, tmp_path: Path, umask: int) -> None:
+    """Neither readable by all where the user said no, nor private where a server must read it."""
+    target = tmp_path / "bundle"
+    for _ in range(2):
+        export_bundle(str(tiny_gguf), target, ExportOptions(force=True))
+        assert stat.S_IMODE(target.stat().st_mode) == 0o777 & ~umask
+        for path in target.iterdir():
+            assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask, path.name
+
+
+# Processes that are killed
+
+FILL_AND_WAIT = """
+import sys
+from pathlib import Path
+from ortolan.export import publish
+
+def say_and_wait(text):
+    print(text, flush=True)
+    sys.stdin.readline()
+
+where, target = sys.argv[1], Path(sys.argv[2])
+if where == "between renames":
+    rename = Path.rename
+    def watched(self, to):
+        if self == target:
+            result = rename(self, to)
+            say_and_wait("ready")
+            return result
+        return rename(self, to)
+    Path.rename = watched
+if where == "sync":
+    publish._sync = lambda folder: say_and_wait("ready")
+with publish.published_folder(target, force=True) as folder:
+    (folder / "manifest.json").write_text("new")
+    (folder / "decode.onnx").write_text("new")
+    if where == "writing":
+        say_and_wait("ready")
+"""
+
+EXPORT_AND_WAIT = """
+import sys
+from pathlib import Path
+from ortolan.export.exporter import ExportOptions, export_bundle
+
+def progress(name, done, total):
+    if done == total // 2:
+        print("ready", flush=True)
+        sys.stdin.readline()
+
+export_bundle(sys.argv[1], Path(sys.argv[2]), ExportOptions(force=True), progress)
+"""
+
+
+def start(script: str, *args: str) -> subprocess.Popen[str]:
+    """A process that has printed "ready" and waits for a line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tempfile.gettempdir(),  # at the root, ./ortolan would hide an installed wheel
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def finish(process: subprocess.Popen[str], kill: bool) -> int:
+    if kill:
+        process.kill()
+    process.communicate("" if kill else "\n", timeout=60)
+    return process.returncode
+
+
+@pytest.mark.parametrize("where", ["writing", "sync", "between renames"])
+def test_after_kill_9_the_next_run_clears_up_and_the_old_bundle_is_there(
+    old: Path, where: str
+) -> None:
+    """Nothing can run in the killed process; the next one finds and mends what it left."""
+    finish(start(FILL_AND_WAIT, where, str(old)), kill=True)
+    assert any(".partial-" in name for name in names(old.parent))
+    with pytest.raises(BundleError, match="--force"):
+        publish_to(old, force=False)
+    assert_only_old_is_left(old)
+
+
+def test_after_kill_9_of_an_export_the_next_one_succeeds(tiny_gguf: Path, tmp_path: Path) -> None:
+    """A machine that ran out of memory half way: the same command again is all it takes."""
+    target = tmp_path / "my [bundle]"
+    finish(start(EXPORT_AND_WAIT, str(tiny_gguf), str(target)), kill=True)
+    (partial,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert partial.name.startswith(".my [bundle].partial-")
+    assert (partial / "weights.bin").exists()
+    export_bundle(str(tiny_gguf), target, ExportOptions())
+    assert names(tmp_path) == ["my [bundle]"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT for one child")
+def test_ctrl_c_during_an_export_leaves_nothing(tiny_gguf: Path, tmp_path: Path) -> None:
+    """The signal itself, not an exception raised by hand."""
+    process = start(EXPORT_AND_WAIT, str(tiny_gguf), str(tmp_path / "bundle"))
+    process.send_signal(signal.SIGINT)
+    _, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("where", ["writing", "sync"])
+def test_a_live_run_of_another_process_is_not_disturbed(tmp_path: Path, where: str) -> None:
+    """Its folder looks just like a dead run's."""
+    target = tmp_path / "bundle"
+    process = start(FILL_AND_WAIT, where, str(target))
+    with pytest.raises(BundleError, match="another export"):
+        publish_to(target, force=True)
+    assert finish(process, kill=False) == 0
+    assert names(tmp_path) == ["bundle"]
+    assert (target / "decode.onnx").read_text() == "new"
+
+
+def test_a_stale_folder_of_another_target_is_left_alone(tmp_path: Path) -> None:
+    """`[x]` as a glob pattern would match `x`."""
+    for name in (".x.partial-1", ".[x]y.partial-1", ".x.old-1"):
+        (tmp_path / name).mkdir()
+    with published_folder(tmp_path / "[x]", force=False) as folder:
+        write_bundle(folder, "new")
+    assert names(tmp_path) == [".[x]y.partial-1", ".x.old-1", ".x.partial-1", "[x]"]
+
+
+LIMITED = """
+import os, resource, sys
+from pathlib import Path
+from ortolan.errors import BundleError
+from ortolan.export.exporter import ExportOptions, export_bundle
+
+def act():
+    export_bundle(sys.argv[2], Path(sys.argv[3]), ExportOptions(force=True))
+
+if sys.argv[1] == "small files":
+    import signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+elif os.geteuid() == 0:
+    os.setuid(65534)  # root may write anywhere
+try:
+    act()
+except BundleError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs resource limits and user ids")
+@pytest.mark.parametrize(
+    ("limit", "words"), [("small files", "File too large"), ("read-only", "Permission denied")]
+)
+def test_limits_of_the_system_give_one_sentence(tiny_gguf: Path, limit: str, words: str) -> None:
+    """A file size limit stands for a full disk: the system refuses in the middle of a file."""
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are private to their user
+        folder = Path(name)
+        target = folder / "parent" / "bundle"
+        target.mkdir(parents=True)
+        write_bundle(target, "old")
+        source = folder / "tiny.gguf"
+        source.write_bytes(tiny_gguf.read_bytes())
+        folder.chmod(0o755)
+        if limit == "read-only":
+            target.parent.chmod(0o555)
+        done = subprocess.run(
+            [sys.executable, "-c", LIMITED, limit, source, target],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=folder,
+            check=True,
+        )
+        assert words in done.stdout
+        assert done.stdout.count("\n") == 1
+        assert str(target) in done.stdout
+        target.parent.chmod(0o755)
+        assert_only_old_is_left(target)
+
+
+def test_the_lock_is_released_with_the_folder(tmp_path: Path) -> None:
+    """The same process exports again, many times, as a test suite does."""
+    for _ in range(3):
+        with published_folder(tmp_path / "bundle", force=True) as folder:
+            write_bundle(folder, "new")
+    assert names(tmp_path) == ["bundle"]
+    with publish._locked(tmp_path / "bundle"):
+        assert names(tmp_path) == [".bundle.lock", "bundle"]

@@ -1,0 +1,64 @@
+"""A provider that cannot run is an error with a remedy, never a silent fall-back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from ortolan.errors import EngineError, ProviderError, UsageError
+from ortolan.runtime import providers
+from ortolan.runtime.engine import thread_pool
+from ortolan.runtime.machine import usable_cores
+
+
+def runtime(*names: str) -> SimpleNamespace:
+    """An ONNX Runtime that has these providers."""
+    return SimpleNamespace(__version__="9.9", get_available_providers=lambda: list(names))
+
+
+def test_known_provider_is_found() -> None:
+    provider = providers.find_provider("cpu", runtime("CPUExecutionProvider"))  # type: ignore[arg-type]
+    assert provider.ort_name == "CPUExecutionProvider"
+
+
+def test_typing_error_suggests_the_nearest_name() -> None:
+    with pytest.raises(ProviderError, match=r"'cpuu' is unknown; did you mean cpu\?"):
+        providers.find_provider("cpuu", runtime())  # type: ignore[arg-type]
+
+
+def test_unknown_provider_lists_the_known() -> None:
+    with pytest.raises(ProviderError, match="'quantum' is unknown; known are: cpu"):
+        providers.find_provider("quantum", runtime())  # type: ignore[arg-type]
+
+
+def test_provider_that_is_not_there_is_named_with_the_remedy() -> None:
+    with pytest.raises(ProviderError, match=r"has no CPUExecutionProvider.*pip install"):
+        providers.find_provider("cpu", runtime("OtherProvider"))  # type: ignore[arg-type]
+
+
+def test_second_thread_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime would ignore it, and a benchmark would compare a number with itself."""
+    monkeypatch.setattr(thread_pool, "_size", 2)
+    assert thread_pool.use_threads(None) == 2
+    assert thread_pool.use_threads(2) == 2
+    with pytest.raises(EngineError, match=r"2 threads already.*another process"):
+        thread_pool.use_threads(3)
+    with pytest.raises(UsageError, match="threads is 0"):
+        thread_pool.use_threads(0)
+
+
+def test_usable_cores_respect_the_containers_quota(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """More threads than the quota allows wait for each other at every operator."""
+    folder = tmp_path_factory.mktemp("cgroup")
+    monkeypatch.setattr("ortolan.runtime.machine._CGROUP", folder)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    assert usable_cores() == 8
+    (folder / "cpu.max").write_text("max 100000\n")
+    assert usable_cores() == 8
+    (folder / "cpu.max").write_text("250000 100000\n")
+    assert usable_cores() == 3
+    (folder / "cpu.max").write_text("1000 100000\n")
+    assert usable_cores() == 1
