@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -13,6 +14,8 @@ import onnx_ir as ir
 
 from ortolan.errors import CheckpointError, ConfigError, UsageError
 from ortolan.export.gguf_reader import GgufCheckpoint
+from ortolan.export.hf_reader import HfCheckpoint
+from ortolan.export.hf_texts import hf_texts
 from ortolan.export.publish import published_folder
 from ortolan.export.sources import find_source
 from ortolan.export.tokenizer import tokenizer_files
@@ -68,7 +71,7 @@ def export_bundle(
     weights as they are read; after an error nothing is left of the new bundle.
     """
     path = find_source(source)
-    checkpoint = GgufCheckpoint(path)
+    checkpoint = open_checkpoint(path, options.max_context)
     texts = _texts(checkpoint)
     config = _with_context(path.name, checkpoint.config, options.max_context)
     formats = dict(checkpoint.formats)
@@ -98,13 +101,28 @@ def export_bundle(
             graphs=graphs,
             weights=writer.groups,
             files=files,
-            source=Source(path.name, checkpoint.format_name, file_entry(path).sha256),
+            source=Source(path.name, checkpoint.format_name, _hash(checkpoint.files)),
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
 
 
-def _texts(checkpoint: GgufCheckpoint) -> dict[str, bytes]:
+def open_checkpoint(path: Path, max_context: int | None) -> GgufCheckpoint | HfCheckpoint:
+    """The reader for what is at `path`; see `export_bundle` for what it raises."""
+    return HfCheckpoint(path, max_context) if path.is_dir() else GgufCheckpoint(path)
+
+
+def _hash(files: Sequence[Path]) -> str:
+    """SHA-256 of the one file, or of the list of the files' hashes."""
+    hashes = [file_entry(file).sha256 for file in files]
+    if len(hashes) == 1:
+        return hashes[0]
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+def _texts(checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, bytes]:
+    if isinstance(checkpoint, HfCheckpoint):
+        return hf_texts(checkpoint.path)
     try:
         return tokenizer_files(checkpoint.metadata)
     except CheckpointError as exc:  # knows the setting, not the file

@@ -14,7 +14,7 @@ from ortolan.export.gguf_blocks import BLOCK_FORMATS
 from ortolan.export.gguf_header import check_header
 from ortolan.export.gguf_llama import TENSOR_NAMES, model_config, rotary_rows
 from ortolan.export.weights import Weight
-from ortolan.graphs.formats import LM_HEAD, WeightFormat
+from ortolan.graphs.formats import LM_HEAD, WeightFormat, weight_shapes
 from ortolan.graphs.manifest import ModelConfig
 
 _READER_ERRORS = (ValueError, IndexError, KeyError, TypeError, OverflowError, struct.error)
@@ -52,6 +52,11 @@ class GgufCheckpoint:
             name: BLOCK_FORMATS[tensor.tensor_type].format for name, tensor in self._tensors.items()
         }
 
+    @property
+    def files(self) -> list[Path]:
+        """The files that the weights come from."""
+        return [self.path]
+
     def read(self, name: str) -> Weight:
         """The weight of that state-dict name, rows of q and k in Hugging Face's order.
 
@@ -69,22 +74,10 @@ class GgufCheckpoint:
         return weight if order is None else weight.take_rows(order)
 
     def _check_shapes(self) -> None:
-        c = self.config
-        q_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        expected = {
-            "embed_tokens": (c.vocab_size, c.hidden_size),
-            "lm_head": (c.vocab_size, c.hidden_size),
-            "q_proj": (q_width, c.hidden_size),
-            "k_proj": (kv_width, c.hidden_size),
-            "v_proj": (kv_width, c.hidden_size),
-            "o_proj": (c.hidden_size, q_width),
-            "gate_proj": (c.intermediate_size, c.hidden_size),
-            "up_proj": (c.intermediate_size, c.hidden_size),
-            "down_proj": (c.hidden_size, c.intermediate_size),
-        }
+        expected = weight_shapes(self.config)
         for name, tensor in self._tensors.items():
             shape = tuple(int(size) for size in reversed(tensor.shape))
-            want = expected.get(name.rpartition(".")[2], (c.hidden_size,))
+            want = expected[name]
             if shape != want:
                 raise CheckpointError(
                     f"{self.path.name}: tensor {tensor.name} has shape {list(shape)}, "

@@ -17,12 +17,14 @@ def find_source(source: str) -> Path:
     Raises CheckpointError if there is no such file or the distribution is not installed.
     """
     path = Path(source)
-    if path.is_file():
+    if path.is_file() or (path / "config.json").is_file():
         return path
     if source in _PACKAGED:
         return _packaged(source)
     if path.is_dir():
-        raise CheckpointError(f"{path}: is a folder; give a .gguf file")
+        raise CheckpointError(
+            f"{path}: has no config.json; give a Hugging Face folder or a .gguf file"
+        )
     known = ", ".join(_PACKAGED)
     raise CheckpointError(f"{source}: no such file; give a .gguf file or one of: {known}")
 

@@ -15,7 +15,9 @@ from ortolan.graphs.embedding import packed_width
 from ortolan.graphs.formats import (
     EMBEDDING,
     FINAL_NORM,
+    LAYER_NORMS,
     LM_HEAD,
+    QK_NORMS,
     Formats,
     Projection,
     WeightFormat,
@@ -79,10 +81,11 @@ class WeightsWriter:
         yield Item("rotary", "model.rotary", self._rotary)
         for i in range(self._config.num_layers):
             plan = plan_layer(self._config, self._formats, i)
-            yield self._norm(layer_name(i, "input_layernorm"))
+            norms = (*LAYER_NORMS, *QK_NORMS) if self._config.qk_norm else LAYER_NORMS
+            for norm in norms:
+                yield self._norm(layer_name(i, norm))
             for projection in (*plan.qkv, plan.attention_out):
                 yield self._projection("attention", projection)
-            yield self._norm(layer_name(i, "post_attention_layernorm"))
             for projection in (*plan.gate_up, plan.down):
                 yield self._projection("mlp", projection)
         yield self._norm(FINAL_NORM)
@@ -124,6 +127,10 @@ class WeightsWriter:
         def write() -> Written:
             weight = stack_rows([self._read(part) for part in projection.parts])
             size = self._add_blocks(projection.name, weight, weight.codes.T, lambda a: a.T)
+            if projection.bias:
+                biases = [self._checkpoint.read(f"{p}.bias").as_float32() for p in projection.parts]
+                bias = stack_rows(biases).codes
+                size += self._file.add(f"{projection.name}.bias", bias, ir.DataType.FLOAT)
             return Written(weight.format, weight.codes.size, size)
 
         return Item(role, projection.name, write)
@@ -154,7 +161,13 @@ class WeightsWriter:
 
     def _rotary(self) -> Written:
         config = self._config
-        tables = rotary_table(config.head_dim, config.max_context, config.rope_theta)
+        tables = rotary_table(
+            config.rotary_dim or config.head_dim,
+            config.max_context,
+            config.rope_theta,
+            config.rope_divisors,
+            config.rope_magnitude,
+        )
         size = 0
         for name, table in zip(("cos", "sin"), tables, strict=True):
             size += self._file.add(f"model.{name}_table", table, ir.DataType.FLOAT)

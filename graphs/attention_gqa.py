@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 from onnxscript import nn
+from onnxscript.nn import Parameter
 
 from ortolan.graphs.formats import LayerPlan
 from ortolan.graphs.linear import MICROSOFT, add_linears, apply_linears
@@ -30,40 +31,79 @@ class AttentionInputs:
     sin_table: ir.Value
 
 
+class HeadNorm(nn.Module):
+    """Root-mean-square norm of each head: x [batch, chunk, heads * head_dim], same shape out."""
+
+    def __init__(self, config: ModelConfig, heads: int) -> None:
+        super().__init__()
+        self.config = config
+        self.heads = heads
+        self.weight = Parameter([config.head_dim])
+
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        split = op.Reshape(x, [0, 0, self.heads, self.config.head_dim])
+        normed = op.SimplifiedLayerNormalization(
+            split, self.weight, axis=-1, epsilon=self.config.rms_norm_eps, stash_type=1
+        )
+        return op.Reshape(normed, [0, 0, self.heads * self.config.head_dim])
+
+
 class GqaAttention(nn.Module):
     """x [batch, chunk, hidden] and the past -> output of the same shape, and the present.
 
     past and present [batch, kv_heads, capacity, head_dim] are meant to be one buffer.
     """
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan) -> None:
+    def __init__(self, config: ModelConfig, plan: LayerPlan, layer: int) -> None:
         super().__init__()
         self.config = config
+        self.layer = layer
         self.qkv = add_linears(self, plan.qkv)
+        if config.qk_norm:
+            self.q_norm = HeadNorm(config, config.num_heads)
+            self.k_norm = HeadNorm(config, config.num_kv_heads)
         self.out = add_linears(self, (plan.attention_out,))
 
     def forward(
         self, op: Any, x: ir.Value, inputs: AttentionInputs, past: tuple[ir.Value, ir.Value]
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
         projected: list[ir.Value | None] = list(apply_linears(op, x, self.qkv))
+        if self.config.qk_norm:
+            projected = self._normed(op, projected)
         # Packed q, k and v enter as the query, with no key and value.
         qkv = projected + [None] * (3 - len(projected))
         ragged = []
         if inputs.query_seqlens is not None:
             ragged = [*[None] * _ABSENT_BEFORE_QUERY_SEQLENS, inputs.query_seqlens]
+        turns = self.config.layer_turns(self.layer)
+        attributes: dict[str, float | int] = {"do_rotary": int(turns)}
+        if window := self.config.layer_window(self.layer):
+            attributes["local_window_size"] = window
+        if self.config.attention_scale is not None:
+            attributes["scale"] = self.config.attention_scale
         attended, present_key, present_value = op.GroupQueryAttention(
             *qkv,
             *past,
             inputs.seqlens_k,
             inputs.total_sequence_length,
-            inputs.cos_table,
-            inputs.sin_table,
+            inputs.cos_table if turns else None,
+            inputs.sin_table if turns else None,
             *ragged,
             num_heads=self.config.num_heads,
             kv_num_heads=self.config.num_kv_heads,
-            do_rotary=1,
+            **attributes,
             _domain=MICROSOFT,
             _outputs=3,
         )
         (output,) = apply_linears(op, attended, self.out)
         return output, present_key, present_value
+
+    def _normed(self, op: Any, projected: list[ir.Value | None]) -> list[ir.Value | None]:
+        """q and k normed head by head, which takes them apart where they are packed."""
+        if len(projected) == 1:
+            q_width = self.config.num_heads * self.config.head_dim
+            kv_width = self.config.num_kv_heads * self.config.head_dim
+            sizes = op.Constant(value_ints=[q_width, kv_width, kv_width])
+            projected = op.Split(projected[0], sizes, axis=-1, _outputs=3)
+        q, k, v = projected
+        return [self.q_norm(op, q), self.k_norm(op, k), v]

@@ -69,10 +69,11 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """One decoder layer; `delta` is what the layer before still has to add to the residual."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan) -> None:
+    def __init__(self, config: ModelConfig, plan: LayerPlan, layer: int) -> None:
         super().__init__()
+        self.config = config
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = GqaAttention(config, plan)
+        self.self_attn = GqaAttention(config, plan, layer)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Mlp(plan)
 
@@ -86,8 +87,12 @@ class Layer(nn.Module):
     ) -> tuple[ir.Value, ir.Value, tuple[ir.Value, ir.Value]]:
         normed, x = self.input_layernorm(op, x, delta)
         attended, key, value = self.self_attn(op, normed, inputs, past)
-        normed, x = self.post_attention_layernorm(op, x, attended)
-        return x, self.mlp(op, normed), (key, value)
+        normed, x = self.post_attention_layernorm(op, x, self._scaled(op, attended))
+        return x, self._scaled(op, self.mlp(op, normed)), (key, value)
+
+    def _scaled(self, op: Any, delta: ir.Value) -> ir.Value:
+        multiplier = self.config.residual_multiplier
+        return delta if multiplier == 1.0 else op.Mul(delta, multiplier)
 
 
 class Backbone(nn.Module):
@@ -95,13 +100,14 @@ class Backbone(nn.Module):
 
     def __init__(self, config: ModelConfig, formats: Formats) -> None:
         super().__init__("model")
+        self.config = config
         table = formats[EMBEDDING]
-        half = config.head_dim // 2
+        half = (config.rotary_dim or config.head_dim) // 2
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, table)
         self.cos_table = Parameter([config.max_context, half])
         self.sin_table = Parameter([config.max_context, half])
         self.layers = nn.ModuleList(
-            [Layer(config, plan_layer(config, formats, i)) for i in range(config.num_layers)]
+            [Layer(config, plan_layer(config, formats, i), i) for i in range(config.num_layers)]
         )
 
     def forward(
@@ -114,6 +120,8 @@ class Backbone(nn.Module):
         past: Past,
     ) -> tuple[ir.Value, Past]:
         x = self.embed_tokens(op, ids)
+        if self.config.embedding_multiplier != 1.0:
+            x = op.Mul(x, self.config.embedding_multiplier)
         inputs = AttentionInputs(
             seqlens_k, total_sequence_length, query_seqlens, self.cos_table, self.sin_table
         )
@@ -130,10 +138,11 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, formats: Formats) -> None:
         super().__init__()
+        self.config = config
         self.model = Backbone(config, formats)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps, name=FINAL_NORM)
         if config.tie_embeddings:
-            self.lm_head: nn.Module = TiedHead(self.model.embed_tokens)
+            self.lm_head = TiedHead(self.model.embed_tokens)
         else:
             self.untied = add_linears(self, (head_projection(config, formats),))
 
@@ -153,6 +162,10 @@ class Decoder(nn.Module):
             index = op.Unsqueeze(op.Cast(logits_index, to=ir.DataType.INT64), [-1])
             x = op.GatherND(x, index, batch_dims=1)
         normed, _ = self.norm(op, x)
-        if isinstance(self.lm_head, TiedHead):
-            return self.lm_head(op, normed), present
-        return apply_linears(op, normed, self.untied)[0], present
+        if self.config.tie_embeddings:
+            logits = self.lm_head(op, normed)
+        else:
+            (logits,) = apply_linears(op, normed, self.untied)
+        if self.config.logits_divisor != 1.0:
+            logits = op.Div(logits, self.config.logits_divisor)
+        return logits, present

@@ -52,12 +52,15 @@ class WeightFormat:
 
 FLOAT32 = WeightFormat("float32")
 
-# A weight's name, as in a Hugging Face state dict without ".weight" -> its format.
+# A weight's name, as in a Hugging Face state dict without ".weight" -> its format. Biases keep
+# their ".bias".
 Formats = Mapping[str, WeightFormat]
 
 EMBEDDING = "model.embed_tokens"
 LM_HEAD = "lm_head"
 FINAL_NORM = "model.norm"
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 def layer_name(layer: int, part: str) -> str:
@@ -74,6 +77,7 @@ class Projection:
     inputs: int
     widths: tuple[int, ...]
     format: WeightFormat
+    bias: bool = False
 
     @property
     def outputs(self) -> int:
@@ -81,7 +85,13 @@ class Projection:
 
 
 def _joined(
-    layer: int, block: str, joint: str, parts: dict[str, int], inputs: int, formats: Formats
+    layer: int,
+    block: str,
+    joint: str,
+    parts: dict[str, int],
+    inputs: int,
+    formats: Formats,
+    bias: bool,
 ) -> tuple[Projection, ...]:
     """One projection for all parts where their formats agree, else one for each."""
     names = {part: layer_name(layer, f"{block}.{part}") for part in parts}
@@ -89,10 +99,12 @@ def _joined(
     if len(kinds) == 1:
         name = layer_name(layer, f"{block}.{joint}")
         return (
-            Projection(name, tuple(names.values()), inputs, tuple(parts.values()), kinds.pop()),
+            Projection(
+                name, tuple(names.values()), inputs, tuple(parts.values()), kinds.pop(), bias
+            ),
         )
     return tuple(
-        Projection(names[part], (names[part],), inputs, (width,), formats[names[part]])
+        Projection(names[part], (names[part],), inputs, (width,), formats[names[part]], bias)
         for part, width in parts.items()
     )
 
@@ -119,17 +131,17 @@ def plan_layer(config: ModelConfig, formats: Formats, layer: int) -> LayerPlan:
     kv_width = config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
 
-    def single(part: str, inputs: int, outputs: int) -> Projection:
+    def single(part: str, inputs: int, outputs: int, bias: bool) -> Projection:
         name = layer_name(layer, part)
-        return Projection(name, (name,), inputs, (outputs,), formats[name])
+        return Projection(name, (name,), inputs, (outputs,), formats[name], bias)
 
     qkv = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
     gate_up = {"gate_proj": inner, "up_proj": inner}
     return LayerPlan(
-        qkv=_joined(layer, "self_attn", "qkv_proj", qkv, hidden, formats),
-        attention_out=single("self_attn.o_proj", q_width, hidden),
-        gate_up=_joined(layer, "mlp", "gate_up_proj", gate_up, hidden, formats),
-        down=single("mlp.down_proj", inner, hidden),
+        qkv=_joined(layer, "self_attn", "qkv_proj", qkv, hidden, formats, config.qkv_bias),
+        attention_out=single("self_attn.o_proj", q_width, hidden, config.attention_out_bias),
+        gate_up=_joined(layer, "mlp", "gate_up_proj", gate_up, hidden, formats, config.mlp_bias),
+        down=single("mlp.down_proj", inner, hidden, config.mlp_bias),
     )
 
 
@@ -138,3 +150,33 @@ def head_projection(config: ModelConfig, formats: Formats) -> Projection:
     return Projection(
         LM_HEAD, (LM_HEAD,), config.hidden_size, (config.vocab_size,), formats[LM_HEAD]
     )
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every weight, norm and bias that a model of this shape has, by its name in `Formats`."""
+    c = config
+    q_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    matrices = {
+        "self_attn.q_proj": (q_width, c.hidden_size, c.qkv_bias),
+        "self_attn.k_proj": (kv_width, c.hidden_size, c.qkv_bias),
+        "self_attn.v_proj": (kv_width, c.hidden_size, c.qkv_bias),
+        "self_attn.o_proj": (c.hidden_size, q_width, c.attention_out_bias),
+        "mlp.gate_proj": (c.intermediate_size, c.hidden_size, c.mlp_bias),
+        "mlp.up_proj": (c.intermediate_size, c.hidden_size, c.mlp_bias),
+        "mlp.down_proj": (c.hidden_size, c.intermediate_size, c.mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, c.hidden_size)}
+    for layer in range(c.num_layers):
+        for norm in LAYER_NORMS:
+            shapes[layer_name(layer, norm)] = (c.hidden_size,)
+        for part, (outputs, inputs, bias) in matrices.items():
+            shapes[layer_name(layer, part)] = (outputs, inputs)
+            if bias:
+                shapes[layer_name(layer, f"{part}.bias")] = (outputs,)
+        if c.qk_norm:
+            for norm in QK_NORMS:
+                shapes[layer_name(layer, norm)] = (c.head_dim,)
+    shapes[FINAL_NORM] = (c.hidden_size,)
+    if not c.tie_embeddings:
+        shapes[LM_HEAD] = (c.vocab_size, c.hidden_size)
+    return shapes

@@ -52,8 +52,14 @@ class Linear(nn.Module):
             self.weight_scale = Parameter([inputs // fmt.block_size, outputs])
         if fmt.affine:
             self.weight_offset = Parameter([inputs // fmt.block_size, outputs])
+        if projection.bias:
+            self.bias = Parameter([outputs])
 
     def forward(self, op: Any, x: ir.Value, sums: ir.Value | None) -> ir.Value:
+        y = self._product(op, x, sums)
+        return op.Add(y, self.bias) if self.projection.bias else y
+
+    def _product(self, op: Any, x: ir.Value, sums: ir.Value | None) -> ir.Value:
         fmt = self.projection.format
         if not fmt.blocked:
             return op.MatMul(x, as_float32(op, self.weight, fmt))

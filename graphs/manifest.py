@@ -27,9 +27,17 @@ _HASH_CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a Llama-style decoder.
+    """The shape of a Llama-style decoder, and how it differs from plain Llama.
 
-    max_context bounds positions (the rows of the rotary tables); rope_theta is the rotary base.
+    max_context: positions, which are the rows of the rotary tables.
+    rope_theta, rope_divisors, rope_magnitude: pair i of a head turns by
+    position * theta ** (-2 i / rotary_dim) / divisors[i], and its sine and cosine are multiplied by
+    the magnitude. Every rope scaling comes down to these; rope_kind is its name in the source.
+    rotary_dim: leading dimensions of a head that turn; 0 stands for all of them.
+    sliding_window: positions that a query sees, itself included; 0 for all. window_layers and
+    rope_layers say which layers have a window, or turn at all; None stands for all layers.
+    attention_scale: what scores are multiplied by; None stands for head_dim ** -0.5.
+    residual_multiplier: for what attention and MLP add; logits are divided by logits_divisor.
     """
 
     architecture: str
@@ -44,6 +52,30 @@ class ModelConfig:
     rope_theta: float
     max_context: int
     tie_embeddings: bool
+    rope_kind: str = "default"
+    rope_divisors: list[float] | None = None
+    rope_magnitude: float = 1.0
+    rotary_dim: int = 0
+    rope_layers: list[bool] | None = None
+    sliding_window: int = 0
+    window_layers: list[bool] | None = None
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    attention_scale: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+
+    def layer_window(self, layer: int) -> int:
+        """That layer's sliding window, or 0."""
+        windowed = self.window_layers is None or self.window_layers[layer]
+        return self.sliding_window if windowed else 0
+
+    def layer_turns(self, layer: int) -> bool:
+        """Whether that layer has rotary embedding."""
+        return self.rope_layers is None or self.rope_layers[layer]
 
 
 @dataclass(frozen=True)
@@ -179,6 +211,12 @@ def _parse(kind: Any, value: Any, where: str) -> Any:
         return {key: _parse(args[1], item, f"{where}.{key}") for key, item in value.items()}
     if kind is float and type(value) is int:
         return float(value)
+    if origin in (Union, types.UnionType):  # X | None, or int | str
+        if value is None and type(None) in args:
+            return None
+        others = [arg for arg in args if arg is not type(None)]
+        if len(others) == 1:
+            return _parse(others[0], value, where)
     plain = args if origin in (Union, types.UnionType) else (kind,)
     if type(value) not in plain:
         raise TypeError(f"{where} is {value!r}, expected {kind}")

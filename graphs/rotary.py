@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32]
 
 
-def rotary_table(head_dim: int, max_len: int, theta: float) -> tuple[FloatArray, FloatArray]:
+def rotary_table(
+    rotary_dim: int,
+    max_len: int,
+    theta: float,
+    divisors: Sequence[float] | None = None,
+    magnitude: float = 1.0,
+) -> tuple[FloatArray, FloatArray]:
     """Cosine and sine tables for rotary embedding.
 
-    Returns two arrays [max_len, head_dim / 2], float32; angles are computed in float64.
+    Returns two arrays [max_len, rotary_dim / 2], float32; angles are computed in float64.
+    divisors: one for each frequency, as rope scaling asks for; magnitude multiplies the results.
     Source: Su et al. 2021, arXiv:2104.09864, eq. 34.
     """
-    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    frequencies = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
+    if divisors is not None:
+        frequencies /= np.asarray(divisors, dtype=np.float64)
     angles = np.arange(max_len, dtype=np.float64)[:, None] * frequencies
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    cos, sin = np.cos(angles) * magnitude, np.sin(angles) * magnitude
+    return cos.astype(np.float32), sin.astype(np.float32)
