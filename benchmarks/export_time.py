@@ -1,4 +1,4 @@
-"""How long `ortolan export smollm2 BUNDLE` takes, as a process of its own.
+"""How long `ortolan export smollm2 BUNDLE --no-report` takes, as a process of its own.
 
 BUNDLE, which the other benchmarks read, is not touched: each run writes to a temporary folder.
 """
@@ -32,7 +32,7 @@ def main() -> int:
         target = Path(folder) / "smollm2"
         for _ in range(args.rounds):
             began_s = time.perf_counter()
-            command = ortolan_command("export", "smollm2", target)
+            command = ortolan_command("export", "smollm2", target, "--no-report")
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             seconds.append(time.perf_counter() - began_s)
             if done.returncode != 0:

@@ -16,14 +16,22 @@ from ortolan.errors import CheckpointError, ConfigError, UsageError
 from ortolan.export.gguf_reader import GgufCheckpoint
 from ortolan.export.hf_reader import HfCheckpoint
 from ortolan.export.hf_texts import hf_texts
+from ortolan.export.precision import (
+    DEFAULT_QUANTIZATION,
+    Quantization,
+    WeightsChoice,
+    choose_formats,
+    rounded_from,
+)
 from ortolan.export.publish import published_folder
-from ortolan.export.sources import find_source
+from ortolan.export.sources import find_source, source_name
 from ortolan.export.tokenizer import tokenizer_files
 from ortolan.export.weights_file import WeightsFile
 from ortolan.export.write_weights import WeightsWriter
 from ortolan.graphs import contract as c
-from ortolan.graphs.build import build_decoder_graph
-from ortolan.graphs.formats import FLOAT32, Formats
+from ortolan.graphs.build import FLAVORS, build_decoder_graph
+from ortolan.graphs.flavor import Flavor
+from ortolan.graphs.formats import Formats
 from ortolan.graphs.manifest import (
     MANIFEST_NAME,
     SCHEMA_MAJOR,
@@ -39,7 +47,7 @@ from ortolan.graphs.manifest import (
 )
 from ortolan.graphs.sample import build_sample_graph
 
-WeightsChoice = Literal["source", "float32"]
+AttentionChoice = Literal["gqa", "onnx"]  # the keys of FLAVORS
 
 # The rotary tables of a longer context would take gigabytes, mostly for a damaged number.
 MOST_POSITIONS = 1 << 20
@@ -50,21 +58,24 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """weights: "source" keeps the checkpoint's precision exactly, "float32" expands it.
-
+    """weights: "source" keeps the checkpoint's precision exactly, "float32" expands it, "int8" and
+    "int4" round it; quantization says how.
     max_context: positions that the rotary tables cover; None takes the checkpoint's limit.
     force: replace an existing bundle.
+    attention: the flavor of the graphs; "gqa" is the fast one, "onnx" has standard operators only.
     """
 
     weights: WeightsChoice = "source"
     max_context: int | None = None
     force: bool = False
+    quantization: Quantization = DEFAULT_QUANTIZATION
+    attention: AttentionChoice = "gqa"
 
 
 def export_bundle(
     source: str, target: Path, options: ExportOptions, progress: Progress | None = None
 ) -> Manifest:
-    """Write the bundle of a checkpoint: a GGUF file, or the name of a known one ("smollm2").
+    """Write the bundle of a checkpoint; `sources.find_source` says what can be one.
 
     Raises CheckpointError if the source is damaged, ConfigError if it cannot be expressed exactly,
     BundleError if the target cannot be written. Headers are judged before anything is written, and
@@ -74,20 +85,20 @@ def export_bundle(
     checkpoint = open_checkpoint(path, options.max_context)
     texts = _texts(checkpoint)
     config = _with_context(path.name, checkpoint.config, options.max_context)
-    formats = dict(checkpoint.formats)
-    if options.weights == "float32":
-        formats = dict.fromkeys(formats, FLOAT32)
+    flavor = FLAVORS[options.attention]
+    _check_heads(path.name, config, flavor)
+    formats = choose_formats(checkpoint.formats, config, options.weights, options.quantization)
 
     with published_folder(target, force=options.force) as folder:
         with WeightsFile(folder / WEIGHTS_NAME) as file:
-            writer = WeightsWriter(checkpoint, config, formats, file)
+            writer = WeightsWriter(checkpoint, config, formats, file, flavor)
             items = list(writer.items())
             for done, item in enumerate(items):
                 if progress is not None:
                     progress(item.name, done, len(items))
                 writer.run(item)
         files = {WEIGHTS_NAME: file.entry}
-        graphs = _write_graphs(folder, config, formats, file.tensors, files)
+        graphs = _write_graphs(folder, config, formats, flavor, file.tensors, files)
         for name, text in texts.items():
             (folder / name).write_bytes(text)
             files[name] = file_entry(folder / name)
@@ -97,11 +108,12 @@ def export_bundle(
             schema_version=f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}",
             ortolan_version=metadata.version("ortolan"),
             model=config,
-            attention="gqa",
+            attention=flavor.name,
             graphs=graphs,
             weights=writer.groups,
             files=files,
-            source=Source(path.name, checkpoint.format_name, _hash(checkpoint.files)),
+            source=Source(source_name(path), checkpoint.format_name, _hash(checkpoint.files)),
+            rounded_from=rounded_from(checkpoint.formats, formats),
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
@@ -109,7 +121,7 @@ def export_bundle(
 
 def open_checkpoint(path: Path, max_context: int | None) -> GgufCheckpoint | HfCheckpoint:
     """The reader for what is at `path`; see `export_bundle` for what it raises."""
-    return HfCheckpoint(path, max_context) if path.is_dir() else GgufCheckpoint(path)
+    return HfCheckpoint(path, max_context) if path.is_dir() else GgufCheckpoint(path, max_context)
 
 
 def _hash(files: Sequence[Path]) -> str:
@@ -122,7 +134,7 @@ def _hash(files: Sequence[Path]) -> str:
 
 def _texts(checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, bytes]:
     if isinstance(checkpoint, HfCheckpoint):
-        return hf_texts(checkpoint.path)
+        return hf_texts(checkpoint.path, checkpoint.config.vocab_size)
     try:
         return tokenizer_files(checkpoint.metadata)
     except CheckpointError as exc:  # knows the setting, not the file
@@ -145,10 +157,23 @@ def _with_context(file: str, config: ModelConfig, max_context: int | None) -> Mo
     return dataclasses.replace(config, max_context=max_context)
 
 
+def _check_heads(file: str, config: ModelConfig, flavor: Flavor) -> None:
+    sizes = {"head size": config.head_dim, "rotated part of a head": config.rotary_dim}
+    for name, size in sizes.items():
+        if size % flavor.head_dim_multiple:
+            able = [other.name for other in FLAVORS.values() if not size % other.head_dim_multiple]
+            raise ConfigError(
+                f"{file}: {name} {size} is not supported by --attention {flavor.name}, which takes "
+                f"multiples of {flavor.head_dim_multiple}"
+                + (f"; add --attention {able[0]}" if able else "")
+            )
+
+
 def _write_graphs(
     folder: Path,
     config: ModelConfig,
     formats: Formats,
+    flavor: Flavor,
     tensors: Mapping[str, ir.ExternalTensor],
     files: dict[str, FileEntry],
 ) -> dict[str, GraphEntry]:
@@ -157,7 +182,7 @@ def _write_graphs(
         if name == c.SAMPLE:
             model = build_sample_graph(config.vocab_size)
         else:
-            model = build_decoder_graph(name, config, formats, tensors)
+            model = build_decoder_graph(name, config, formats, tensors, flavor)
         path = folder / f"{name}.onnx"
         ir.save(model, path)
         files[path.name] = file_entry(path)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.errors import UsageError
+from ortolan.errors import CheckpointError, UsageError
 from ortolan.export.settings import Settings
 
 Array = npt.NDArray[np.float64]
@@ -42,14 +43,16 @@ class Rope:
         }
 
 
-def read_rope(settings: Settings, head_dim: int, requested_context: int | None) -> Rope:
+def read_rope(
+    settings: Settings, head_dim: int, requested_context: int | None, default_theta: float
+) -> Rope:
     """Rope from a Hugging Face config, in either spelling.
 
     transformers 5 writes one object `rope_parameters`; earlier ones `rope_theta` and
     `rope_scaling`. requested_context: the positions asked for, or None; longrope has factors for
     contexts within the original one and others beyond, and is made for one of them.
     Raises ConfigError for a kind that is not known, and for `dynamic`, whose frequencies change
-    with the length of the text.
+    with the length of the text; CheckpointError for settings that contradict each other.
     """
     positions = settings.integer("max_position_embeddings")
     if requested_context is not None and requested_context > positions:
@@ -57,49 +60,27 @@ def read_rope(settings: Settings, head_dim: int, requested_context: int | None) 
             f"--max-context {requested_context} is not possible; this checkpoint allows 2 to "
             f"{positions}"
         )
-    theta = settings.get("rope_theta")
-    partial = settings.get("partial_rotary_factor")
-    original = settings.get("original_max_position_embeddings")
     scaling = settings.nested("rope_parameters") or settings.nested("rope_scaling")
     values = scaling or Settings(settings.where, {}, "rope_parameters.")
-    kind = values.get("rope_type")
-    kind = values.get("type") if kind is None else kind
-    theta = theta if values.get("rope_theta") is None else values.get("rope_theta")
-    partial = partial if (own := values.get("partial_rotary_factor")) is None else own
     merged = Settings(
-        settings.where,
-        {"rope_theta": theta, "partial_rotary_factor": partial},
+        settings.where, {key: _agreed(settings, values, key) for key in _IN_EITHER_PLACE}
     )
-    base = float(merged.number("rope_theta", 10000.0))
-    rotary_dim = round(head_dim * merged.number("partial_rotary_factor", 1.0))
-    frequencies = base ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
-    if (inner := values.get("original_max_position_embeddings")) is not None:
-        original = inner
-
-    divisors: Array | list[float] | None = None
-    magnitude, context = 1.0, requested_context or positions
-    match kind or "default":
-        case "default":
-            pass
-        case "linear":
-            divisors = np.full(rotary_dim // 2, values.number("factor"))
-        case "llama3":
-            divisors = _llama3(values, frequencies, _original(values, original))
-        case "yarn":
-            known = positions if original is None else _original(values, original)
-            divisors, magnitude = _yarn(values, base, rotary_dim, known)
-        case "longrope" | "su":
-            known = _original(values, original)
-            # Exact for every text that fits: the factors change with the text's length otherwise.
-            context = requested_context or min(known, positions)
-            name = "long_factor" if context > known else "short_factor"
-            divisors = values.numbers(name, rotary_dim // 2)
-            values.ignore("long_factor", "short_factor")
-            magnitude = _longrope_magnitude(values, positions, known)
-        case other:
-            raise values.unsupported("rope_type", other)
+    kind = _kind(values)
+    base = float(merged.number("rope_theta", default_theta))
+    partial = merged.number("partial_rotary_factor", 1.0)
+    rotary_dim = int(head_dim * partial)  # Hugging Face cuts off too
+    if base <= 1 or partial > 1 or rotary_dim < 2:
+        key = "rope_theta" if base <= 1 else "partial_rotary_factor"
+        raise merged.unfit(key, merged.get(key), "a number that leaves frequencies to turn by")
+    found = _Found(values, positions, merged.get(_ORIGINAL), base, rotary_dim)
+    try:
+        divisors, magnitude, context = _scaling(kind, found, requested_context)
+    except (ArithmeticError, ValueError) as exc:
+        raise CheckpointError(
+            f"{settings.where}: {values.prefix}* give no numbers ({exc})"
+        ) from exc
     return Rope(
-        kind=str(kind or "default"),
+        kind=kind,
         theta=base,
         rotary_dim=rotary_dim,
         max_context=context,
@@ -108,24 +89,107 @@ def read_rope(settings: Settings, head_dim: int, requested_context: int | None) 
     )
 
 
+_ORIGINAL = "original_max_position_embeddings"
+_IN_EITHER_PLACE = ("rope_theta", "partial_rotary_factor", _ORIGINAL)
+
+
+def _agreed(outer: Settings, inner: Settings, key: str) -> Any:
+    """A setting that old configs have beside the scaling and new ones in it."""
+    a, b = outer.get(key), inner.get(key)
+    if a is not None and b is not None and a != b:
+        raise CheckpointError(
+            f"{outer.where}: {key} is {short(a)}, but {inner.prefix}{key} is {short(b)}"
+        )
+    return a if b is None else b
+
+
+def _kind(values: Settings) -> str:
+    """`rope_type`, which was spelled `type`; some configs have both."""
+    kind, old = values.get("rope_type"), values.get("type")
+    if kind is not None and old is not None and kind != old:
+        raise CheckpointError(
+            f"{values.where}: {values.prefix}rope_type is {short(kind)}, but "
+            f"{values.prefix}type is {short(old)}"
+        )
+    kind = old if kind is None else kind
+    if kind is None:
+        return "default"
+    if not isinstance(kind, str):
+        raise values.unsupported("rope_type", kind)
+    return kind
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the scalings are computed from. original: positions before they were extended."""
+
+    values: Settings
+    positions: int
+    original: Any
+    base: float
+    rotary_dim: int
+
+
+def _scaling(
+    kind: str, found: _Found, requested_context: int | None
+) -> tuple[Array | list[float] | None, float, int]:
+    """Divisors, magnitude, and the positions that they are for."""
+    values, positions = found.values, found.positions
+    context = requested_context or positions
+    match kind:
+        case "default":
+            return None, 1.0, context
+        case "linear":
+            return np.full(found.rotary_dim // 2, _factor(values)), 1.0, context
+        case "llama3":
+            exponents = np.arange(0, found.rotary_dim, 2, dtype=np.float64) / found.rotary_dim
+            known = _original(values, found.original)
+            return _llama3(values, found.base**-exponents, known), 1.0, context
+        case "yarn":
+            known = positions if found.original is None else _original(values, found.original)
+            return *yarn(values, found.base, found.rotary_dim, known), context
+        case "longrope" | "su":
+            known = _original(values, found.original)
+            # Exact for every text that fits: the factors change with the text's length otherwise.
+            context = requested_context or min(known, positions)
+            both = {
+                name: values.numbers(name, found.rotary_dim // 2)
+                for name in ("short_factor", "long_factor")
+            }
+            divisors = both["long_factor" if context > known else "short_factor"]
+            return divisors, _longrope_magnitude(values, positions, known), context
+        case other:
+            raise values.unsupported("rope_type", other)
+
+
+def _factor(values: Settings) -> float:
+    factor = values.number("factor")
+    if factor < 1:
+        raise values.unfit("factor", factor, "a number from 1 up")
+    return factor
+
+
 def _original(values: Settings, original: object) -> int:
     if isinstance(original, int) and not isinstance(original, bool) and original > 0:
         return original
-    raise values.unfit("original_max_position_embeddings", original, "a whole number")
+    raise values.unfit(_ORIGINAL, original, "a whole number")
 
 
 def _llama3(values: Settings, frequencies: Array, original: int) -> Array:
     """Long waves are stretched by the factor, short ones not, those between in part."""
-    factor = values.number("factor")
+    factor = _factor(values)
     low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
+    if low >= high:
+        raise values.unfit("low_freq_factor", low, f"less than high_freq_factor {high}")
     waves_in_context = original * frequencies / (2 * math.pi)
     smooth = np.clip((waves_in_context - low) / (high - low), 0.0, 1.0)
     scaled: Array = 1.0 / ((1 - smooth) / factor + smooth)
     return scaled
 
 
-def _yarn(values: Settings, base: float, dim: int, original: int) -> tuple[Array, float]:
-    factor = values.number("factor")
+def yarn(values: Settings, base: float, dim: int, original: int) -> tuple[Array, float]:
+    """Divisors and magnitude from settings that are named as in Hugging Face's configs."""
+    factor = _factor(values)
     fast, slow = values.number("beta_fast", 32.0), values.number("beta_slow", 1.0)
 
     def dimension(rotations: float) -> float:

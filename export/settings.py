@@ -5,12 +5,14 @@ A setting that is passed over in silence makes a model that runs and computes so
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from ortolan.errors import CheckpointError, ConfigError
+
+# Every number ends up in float32, and so must the products of some of them.
+_SMALLEST, _LARGEST = 1e-18, 1e18
 
 
 class Settings:
@@ -31,13 +33,24 @@ class Settings:
         self._read.add(key)
         return self._values.get(key)
 
+    def has(self, key: str) -> bool:
+        """Whether the key is there, a null included; does not count as read."""
+        return key in self._values
+
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0. Raises CheckpointError without one and without a default."""
+        """A number above 0 that float32 holds well, so neither above 1e18 nor below 1e-18.
+
+        Raises CheckpointError without one and without a default.
+        """
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
-            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if _SMALLEST <= value <= _LARGEST:
+                return value
+            if value > 0:
+                limits = f"a number from {_SMALLEST:g} to {_LARGEST:g}"
+                raise self.unfit(key, value, limits)
         raise self.unfit(key, value, "a number above 0")
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -57,10 +70,11 @@ class Settings:
         return value
 
     def numbers(self, key: str, count: int) -> list[float]:
-        """A list of `count` finite numbers above 0."""
+        """A list of `count` numbers as `number` takes them."""
         value = self.get(key)
         if isinstance(value, list) and len(value) == count:
-            read = Settings(self.where, {str(i): item for i, item in enumerate(value)}, f"{key}.")
+            items = {str(i): item for i, item in enumerate(value)}
+            read = Settings(self.where, items, f"{self.prefix}{key}.")
             return [float(read.number(str(i))) for i in range(count)]
         raise self.unfit(key, value, f"a list of {count} numbers")
 

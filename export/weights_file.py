@@ -16,6 +16,7 @@ from ortolan.graphs.manifest import FileEntry
 _LARGE_ALIGNMENT = 4096
 _SMALL_ALIGNMENT = 64
 _LARGE = 64 * 1024
+_SLAB = 16 << 20
 
 
 def pack_int4(codes: Array) -> Array:
@@ -58,21 +59,29 @@ class WeightsFile:
 
     def add(self, name: str, array: Array, dtype: ir.DataType) -> int:
         """Write a tensor; int4 values come as int8 and are packed. Returns its bytes."""
-        data = pack_int4(array) if dtype == ir.DataType.INT4 else np.ascontiguousarray(array)
-        buffer = data.reshape(-1).view(np.uint8).data
-        alignment = _LARGE_ALIGNMENT if len(buffer) >= _LARGE else _SMALL_ALIGNMENT
+        data = pack_int4(array) if dtype == ir.DataType.INT4 else array
+        alignment = _LARGE_ALIGNMENT if data.nbytes >= _LARGE else _SMALL_ALIGNMENT
         self._write(bytes(-self._size % alignment))
         offset = self._size
-        self._write(buffer)
-        self.tensors[name] = self._reference(name, dtype, array.shape, offset, len(buffer))
-        return len(buffer)
+        # A transposed matrix is laid out a slab at a time: large ones are not held twice.
+        lines = np.atleast_1d(data)
+        step = max(1, _SLAB * len(lines) // max(1, data.nbytes))
+        for start in range(0, len(lines), step):
+            slab = np.ascontiguousarray(lines[start : start + step])
+            self._write(slab.reshape(-1).view(np.uint8).data)
+        self.tensors[name] = self._reference(name, dtype, array.shape, offset, data.nbytes)
+        return int(data.nbytes)
 
-    def add_view(self, name: str, of: str, shape: tuple[int, ...]) -> None:
-        """Another name and shape for the bytes of a tensor already written."""
+    def add_view(
+        self, name: str, of: str, shape: tuple[int, ...], dtype: ir.DataType | None = None
+    ) -> None:
+        """Another name and shape, and maybe dtype, for the bytes of a tensor already written."""
         whole = self.tensors[of]
         assert whole.offset is not None
         assert whole.length is not None
-        self.tensors[name] = self._reference(name, whole.dtype, shape, whole.offset, whole.length)
+        self.tensors[name] = self._reference(
+            name, dtype or whole.dtype, shape, whole.offset, whole.length
+        )
 
     def _reference(
         self, name: str, dtype: ir.DataType, shape: tuple[int, ...], offset: int, length: int

@@ -9,9 +9,11 @@ from typing import Protocol
 import numpy as np
 import onnx_ir as ir
 
+from ortolan.export.quantize import quantize
 from ortolan.export.weights import Array, Weight, stack_rows
-from ortolan.export.weights_file import WeightsFile
+from ortolan.export.weights_file import WeightsFile, pack_int4
 from ortolan.graphs.embedding import packed_width
+from ortolan.graphs.flavor import Flavor
 from ortolan.graphs.formats import (
     EMBEDDING,
     FINAL_NORM,
@@ -67,12 +69,18 @@ class WeightsWriter:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, formats: Formats, file: WeightsFile
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        formats: Formats,
+        file: WeightsFile,
+        flavor: Flavor,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._formats = formats
         self._file = file
+        self._flavor = flavor
         self._groups: dict[tuple[str, str], WeightGroup] = {}
 
     def items(self) -> Iterator[Item]:
@@ -109,10 +117,10 @@ class WeightsWriter:
         return list(self._groups.values())
 
     def _read(self, name: str) -> Weight:
-        weight = self._checkpoint.read(name)
-        if weight.format != self._formats[name]:
-            weight = weight.as_float32()
-        return weight
+        weight, fmt = self._checkpoint.read(name), self._formats[name]
+        if weight.format == fmt:
+            return weight
+        return quantize(weight, fmt) if fmt.blocked else weight.as_float32()
 
     def _norm(self, name: str) -> Item:
         def write() -> Written:
@@ -141,7 +149,7 @@ class WeightsWriter:
         """Codes as given, scales and offsets laid out by `layout` from [N, blocks]."""
         fmt = weight.format
         dtype = ir.DataType.UINT8 if codes.dtype == np.uint8 else ONNX_DTYPES[fmt.dtype]
-        size = self._file.add(f"{name}.weight", np.ascontiguousarray(codes), dtype)
+        size = self._file.add(f"{name}.weight", codes, dtype)
         for suffix, part in (("scale", weight.scale), ("offset", weight.offset)):
             if part is not None:
                 array = np.ascontiguousarray(layout(part), dtype=np.float32)
@@ -151,13 +159,25 @@ class WeightsWriter:
     def _embedding(self) -> Written:
         weight = self._read(EMBEDDING)
         fmt = weight.format
-        codes = unsigned_rows(weight) if fmt.blocked else weight.codes
+        if not fmt.blocked:
+            codes = weight.codes
+        else:
+            codes = signed_rows(weight) if self._flavor.signed_table else unsigned_rows(weight)
         size = self._add_blocks(EMBEDDING, weight, codes, lambda a: a)
         if self._config.tie_embeddings and fmt.blocked:
-            blocks = self._config.hidden_size // fmt.block_size
-            shape = (self._config.vocab_size, blocks, packed_width(fmt.block_size, fmt))
-            self._file.add_view(f"{LM_HEAD}.weight", f"{EMBEDDING}.weight", shape)
+            self._table_view(fmt)
         return Written(fmt, weight.codes.size, size)
+
+    def _table_view(self, fmt: WeightFormat) -> None:
+        """The embedding's bytes once more, as the tied head reads them."""
+        vocab, blocks = self._config.vocab_size, fmt.num_blocks(self._config.hidden_size)
+        names = f"{LM_HEAD}.weight", f"{EMBEDDING}.weight"
+        if not self._flavor.signed_table:
+            self._file.add_view(*names, (vocab, blocks, packed_width(fmt.block_size, fmt)))
+            return
+        self._file.add_view(*names, (vocab * blocks, fmt.block_size), ONNX_DTYPES[fmt.dtype])
+        head_scale, table_scale = (f"{name}_scale" for name in names)
+        self._file.add_view(head_scale, table_scale, (vocab * blocks,))
 
     def _rotary(self) -> Written:
         config = self._config
@@ -174,14 +194,29 @@ class WeightsWriter:
         return Written(WeightFormat("float32"), 2 * tables[0].size, size)
 
 
+def signed_rows(weight: Weight) -> Array:
+    """Codes [N, K] int8 or, of 4 bits, two to a byte along K: uint8 [N, K / 2], the first low.
+
+    A last block that is shorter than the others is filled up with zeros.
+    """
+    fmt, codes = weight.format, weight.codes
+    if missing := -codes.shape[1] % fmt.block_size:
+        codes = np.pad(codes, ((0, 0), (0, missing)))
+    return codes if fmt.bits == 8 else pack_int4(codes).reshape(len(codes), -1)
+
+
 def unsigned_rows(weight: Weight) -> Array:
     """Codes as GatherBlockQuantized and MatMulNBits read them: uint8 [N, K * bits / 8].
 
-    Unsigned with the middle as zero point; 4-bit codes two to a byte along K, the first low.
+    Unsigned with the middle as zero point; 4-bit codes two to a byte along K, the first low. A
+    last block that is shorter than the others is filled up with codes that stand for zero.
     """
-    if weight.format.bits == 8:
-        rows: Array = (weight.codes.view(np.uint8) ^ 0x80).reshape(weight.codes.shape)
+    fmt, codes = weight.format, weight.codes
+    if missing := -codes.shape[1] % fmt.block_size:
+        codes = np.pad(codes, ((0, 0), (0, missing)))
+    if fmt.bits == 8:
+        rows: Array = (codes.view(np.uint8) ^ 0x80).reshape(codes.shape)
         return rows
-    unsigned = (weight.codes + 8).astype(np.uint8)
+    unsigned = (codes + 8).astype(np.uint8)
     packed: Array = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
     return packed

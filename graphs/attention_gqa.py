@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 from onnxscript import nn
 from onnxscript.nn import Parameter
 
+from ortolan.graphs.embedding import Embedding, TiedHead
+from ortolan.graphs.flavor import CallInputs, Flavor
 from ortolan.graphs.formats import LayerPlan
 from ortolan.graphs.linear import MICROSOFT, add_linears, apply_linears
 from ortolan.graphs.manifest import ModelConfig
-
-# What GroupQueryAttention asks of head_dim when it rotates; found when a graph runs, not at load.
-HEAD_DIM_MULTIPLE = 16
 
 # GroupQueryAttention's inputs between sin_cache and query_seqlens, all absent here.
 _ABSENT_BEFORE_QUERY_SEQLENS = 7
 
 
-@dataclass(frozen=True)
-class AttentionInputs:
-    """What every layer's attention reads besides its own past. See graphs/contract.py."""
+class Norm(nn.Module):
+    """Root-mean-square norm over the last dimension; with `delta`, of x + delta.
 
-    seqlens_k: ir.Value
-    total_sequence_length: ir.Value
-    query_seqlens: ir.Value | None
-    cos_table: ir.Value
-    sin_table: ir.Value
+    Returns the normed value and the sum, so that the residual addition costs no pass of its own.
+    """
+
+    def __init__(self, size: int, epsilon: float, name: str | None = None) -> None:
+        super().__init__(name)
+        self.epsilon = epsilon
+        self.weight = Parameter([size])
+
+    def forward(
+        self, op: Any, x: ir.Value, delta: ir.Value | None = None
+    ) -> tuple[ir.Value, ir.Value]:
+        if delta is None:
+            normed = op.SimplifiedLayerNormalization(
+                x, self.weight, axis=-1, epsilon=self.epsilon, stash_type=1
+            )
+            return normed, x
+        normed, _, _, total = op.SkipSimplifiedLayerNormalization(
+            x, delta, self.weight, epsilon=self.epsilon, _domain=MICROSOFT, _outputs=4
+        )
+        return normed, total
 
 
 class HeadNorm(nn.Module):
@@ -65,7 +77,7 @@ class GqaAttention(nn.Module):
         self.out = add_linears(self, (plan.attention_out,))
 
     def forward(
-        self, op: Any, x: ir.Value, inputs: AttentionInputs, past: tuple[ir.Value, ir.Value]
+        self, op: Any, x: ir.Value, inputs: CallInputs, past: tuple[ir.Value, ir.Value]
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
         projected: list[ir.Value | None] = list(apply_linears(op, x, self.qkv))
         if self.config.qk_norm:
@@ -107,3 +119,17 @@ class GqaAttention(nn.Module):
             projected = op.Split(projected[0], sizes, axis=-1, _outputs=3)
         q, k, v = projected
         return [self.q_norm(op, q), self.k_norm(op, k), v]
+
+
+GQA = Flavor(
+    name="gqa",
+    opsets={"": 21, MICROSOFT: 1},  # the oldest with 4-bit types and blocked DequantizeLinear
+    # What GroupQueryAttention asks when it rotates; found when a graph runs, not at load.
+    head_dim_multiple=16,
+    signed_table=False,
+    norm=Norm,
+    prepare=lambda op, config, inputs: inputs,
+    attention=GqaAttention,
+    embedding=Embedding,
+    tied_head=TiedHead,
+)

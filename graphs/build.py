@@ -8,13 +8,16 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder
 
 from ortolan.graphs import contract as c
+from ortolan.graphs.attention_gqa import GQA
+from ortolan.graphs.attention_onnx import ONNX
 from ortolan.graphs.decoder import Decoder
+from ortolan.graphs.flavor import Flavor
 from ortolan.graphs.formats import Formats
-from ortolan.graphs.linear import MICROSOFT
 from ortolan.graphs.manifest import ModelConfig
 
 IR_VERSION = 10  # the newest that onnxruntime 1.24, the oldest provider wheel in use, loads
-OPSET = 21  # the oldest with 4-bit types and blocked DequantizeLinear
+
+FLAVORS: Mapping[str, Flavor] = {flavor.name: flavor for flavor in (GQA, ONNX)}
 
 _DTYPES = {
     "int32": ir.DataType.INT32,
@@ -39,6 +42,7 @@ def build_decoder_graph(
     config: ModelConfig,
     formats: Formats,
     tensors: Mapping[str, ir.TensorProtocol],
+    flavor: Flavor = GQA,
 ) -> ir.Model:
     """The `decode`, `prefill` or `prefill_ragged` graph.
 
@@ -48,7 +52,7 @@ def build_decoder_graph(
     Raises KeyError for a missing tensor and ValueError for one of another shape or dtype.
     """
     contract = decoder_contract(name, config)
-    graph = ir.Graph([], [], nodes=[], name=name, opset_imports={"": OPSET, MICROSOFT: 1})
+    graph = ir.Graph([], [], nodes=[], name=name, opset_imports=dict(flavor.opsets))
     builder = GraphBuilder(graph)
     values = {
         spec.name: builder.input(spec.name, _DTYPES[spec.dtype], list(spec.shape))
@@ -58,7 +62,7 @@ def build_decoder_graph(
         (values[c.past_name(i, "key")], values[c.past_name(i, "value")])
         for i in range(config.num_layers)
     ]
-    decoder = Decoder(config, formats)
+    decoder = Decoder(config, formats, flavor)
     logits, present = decoder(
         builder.op,
         values[c.INPUT_IDS],

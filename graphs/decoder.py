@@ -8,8 +8,7 @@ import onnx_ir as ir
 from onnxscript import nn
 from onnxscript.nn import Parameter
 
-from ortolan.graphs.attention_gqa import AttentionInputs, GqaAttention
-from ortolan.graphs.embedding import Embedding, TiedHead
+from ortolan.graphs.flavor import CallInputs, Flavor
 from ortolan.graphs.formats import (
     EMBEDDING,
     FINAL_NORM,
@@ -18,35 +17,10 @@ from ortolan.graphs.formats import (
     head_projection,
     plan_layer,
 )
-from ortolan.graphs.linear import MICROSOFT, add_linears, apply_linears
+from ortolan.graphs.linear import add_linears, apply_linears
 from ortolan.graphs.manifest import ModelConfig
 
 Past = list[tuple[ir.Value, ir.Value]]
-
-
-class Norm(nn.Module):
-    """Root-mean-square norm over the last dimension; with `delta`, of x + delta.
-
-    Returns the normed value and the sum, so that the residual addition costs no pass of its own.
-    """
-
-    def __init__(self, size: int, epsilon: float, name: str | None = None) -> None:
-        super().__init__(name)
-        self.epsilon = epsilon
-        self.weight = Parameter([size])
-
-    def forward(
-        self, op: Any, x: ir.Value, delta: ir.Value | None = None
-    ) -> tuple[ir.Value, ir.Value]:
-        if delta is None:
-            normed = op.SimplifiedLayerNormalization(
-                x, self.weight, axis=-1, epsilon=self.epsilon, stash_type=1
-            )
-            return normed, x
-        normed, _, _, total = op.SkipSimplifiedLayerNormalization(
-            x, delta, self.weight, epsilon=self.epsilon, _domain=MICROSOFT, _outputs=4
-        )
-        return normed, total
 
 
 class Mlp(nn.Module):
@@ -69,12 +43,12 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """One decoder layer; `delta` is what the layer before still has to add to the residual."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan, layer: int) -> None:
+    def __init__(self, config: ModelConfig, plan: LayerPlan, layer: int, flavor: Flavor) -> None:
         super().__init__()
         self.config = config
-        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = GqaAttention(config, plan, layer)
-        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = flavor.norm(config.hidden_size, config.rms_norm_eps, None)
+        self.self_attn = flavor.attention(config, plan, layer)
+        self.post_attention_layernorm = flavor.norm(config.hidden_size, config.rms_norm_eps, None)
         self.mlp = Mlp(plan)
 
     def forward(
@@ -82,7 +56,7 @@ class Layer(nn.Module):
         op: Any,
         x: ir.Value,
         delta: ir.Value | None,
-        inputs: AttentionInputs,
+        inputs: Any,
         past: tuple[ir.Value, ir.Value],
     ) -> tuple[ir.Value, ir.Value, tuple[ir.Value, ir.Value]]:
         normed, x = self.input_layernorm(op, x, delta)
@@ -98,16 +72,20 @@ class Layer(nn.Module):
 class Backbone(nn.Module):
     """ids [batch, chunk] -> hidden states [batch, chunk, hidden] before the final norm."""
 
-    def __init__(self, config: ModelConfig, formats: Formats) -> None:
+    def __init__(self, config: ModelConfig, formats: Formats, flavor: Flavor) -> None:
         super().__init__("model")
         self.config = config
+        self.flavor = flavor
         table = formats[EMBEDDING]
         half = (config.rotary_dim or config.head_dim) // 2
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, table)
+        self.embed_tokens = flavor.embedding(config.vocab_size, config.hidden_size, table)
         self.cos_table = Parameter([config.max_context, half])
         self.sin_table = Parameter([config.max_context, half])
         self.layers = nn.ModuleList(
-            [Layer(config, plan_layer(config, formats, i), i) for i in range(config.num_layers)]
+            [
+                Layer(config, plan_layer(config, formats, i), i, flavor)
+                for i in range(config.num_layers)
+            ]
         )
 
     def forward(
@@ -122,9 +100,16 @@ class Backbone(nn.Module):
         x = self.embed_tokens(op, ids)
         if self.config.embedding_multiplier != 1.0:
             x = op.Mul(x, self.config.embedding_multiplier)
-        inputs = AttentionInputs(
-            seqlens_k, total_sequence_length, query_seqlens, self.cos_table, self.sin_table
+        call = CallInputs(
+            ids,
+            seqlens_k,
+            total_sequence_length,
+            query_seqlens,
+            past[0][0],
+            self.cos_table,
+            self.sin_table,
         )
+        inputs = self.flavor.prepare(op, self.config, call)
         delta: ir.Value | None = None
         present = []
         for layer, layer_past in zip(self.layers, past, strict=True):
@@ -136,13 +121,13 @@ class Backbone(nn.Module):
 class Decoder(nn.Module):
     """The whole model: ids and past -> logits at the wanted positions, and present."""
 
-    def __init__(self, config: ModelConfig, formats: Formats) -> None:
+    def __init__(self, config: ModelConfig, formats: Formats, flavor: Flavor) -> None:
         super().__init__()
         self.config = config
-        self.model = Backbone(config, formats)
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps, name=FINAL_NORM)
+        self.model = Backbone(config, formats, flavor)
+        self.norm = flavor.norm(config.hidden_size, config.rms_norm_eps, FINAL_NORM)
         if config.tie_embeddings:
-            self.lm_head = TiedHead(self.model.embed_tokens)
+            self.lm_head = flavor.tied_head(self.model.embed_tokens)
         else:
             self.untied = add_linears(self, (head_projection(config, formats),))
 

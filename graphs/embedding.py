@@ -21,7 +21,8 @@ class Embedding(nn.Module):
     """ids [batch, chunk] -> rows [batch, chunk, hidden] float32.
 
     A blocked table stays quantized: unsigned codes (code + 2^(bits-1)) packed along the row,
-    read by GatherBlockQuantized, which dequantizes the gathered rows alone.
+    read by GatherBlockQuantized, which dequantizes the gathered rows alone. Rows that do not end
+    with a block are filled up with codes that are cut off again.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, fmt: WeightFormat) -> None:
@@ -32,8 +33,8 @@ class Embedding(nn.Module):
         if not fmt.blocked:
             self.weight = Parameter([vocab_size, hidden_size], dtype=ONNX_DTYPES[fmt.dtype])
             return
-        blocks = hidden_size // fmt.block_size
-        shape = [vocab_size, packed_width(hidden_size, fmt)]
+        blocks = fmt.num_blocks(hidden_size)
+        shape = [vocab_size, packed_width(blocks * fmt.block_size, fmt)]
         self.weight = Parameter(shape, dtype=ir.DataType.UINT8)
         self.weight_scale = Parameter([vocab_size, blocks])
         if fmt.affine:
@@ -53,11 +54,22 @@ class Embedding(nn.Module):
             gather_axis=0,
             _domain=MICROSOFT,
         )
-        if not fmt.affine:
-            return rows
-        offsets = op.Unsqueeze(op.Gather(self.weight_offset, ids), [-1])
-        blocks = op.Reshape(rows, [0, 0, self.hidden_size // fmt.block_size, fmt.block_size])
-        return op.Reshape(op.Add(blocks, offsets), [0, 0, self.hidden_size])
+        num_blocks = fmt.num_blocks(self.hidden_size)
+        width = num_blocks * fmt.block_size
+        if fmt.affine:
+            offsets = op.Unsqueeze(op.Gather(self.weight_offset, ids), [-1])
+            blocks = op.Reshape(rows, [0, 0, num_blocks, fmt.block_size])
+            rows = op.Reshape(op.Add(blocks, offsets), [0, 0, width])
+        return rows if width == self.hidden_size else op.Slice(rows, [0], [self.hidden_size], [2])
+
+
+def times_transposed(
+    op: Any, x: ir.Value, table: ir.Value, width: int, vocab_size: int
+) -> ir.Value:
+    """x [batch, n, width] times the transpose of table [vocab, width]."""
+    rows = op.Gemm(op.Reshape(x, [-1, width]), table, transB=1)
+    shape = op.Concat(op.Shape(x, start=0, end=2), [vocab_size], axis=0)
+    return op.Reshape(rows, shape)
 
 
 class TiedHead(nn.Module):
@@ -78,7 +90,7 @@ class TiedHead(nn.Module):
         self.hidden_size = embedding.hidden_size
         self.vocab_size = embedding.vocab_size
         if fmt.blocked:
-            blocks = self.hidden_size // fmt.block_size
+            blocks = fmt.num_blocks(self.hidden_size)
             shape = [self.vocab_size, blocks, packed_width(fmt.block_size, fmt)]
             self.weight = Parameter(shape, dtype=ir.DataType.UINT8)
             self.scale = embedding.weight_scale
@@ -87,7 +99,9 @@ class TiedHead(nn.Module):
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
         fmt = self.format
         if not fmt.blocked:
-            return self._transposed(op, x, self.hidden_size, as_float32(op, self.embedding, fmt))
+            return times_transposed(
+                op, x, as_float32(op, self.embedding, fmt), self.hidden_size, self.vocab_size
+            )
         logits = op.MatMulNBits(
             x,
             self.weight,
@@ -102,11 +116,5 @@ class TiedHead(nn.Module):
         if self.offset is None:
             return logits
         sums = block_sums(op, x, self.hidden_size, fmt.block_size)
-        blocks = self.hidden_size // fmt.block_size
-        return op.Add(logits, self._transposed(op, sums, blocks, self.offset))
-
-    def _transposed(self, op: Any, x: ir.Value, width: int, table: ir.Value) -> ir.Value:
-        """x [batch, n, width] times the transpose of table [vocab, width]."""
-        rows = op.Gemm(op.Reshape(x, [-1, width]), table, transB=1)
-        shape = op.Concat(op.Shape(x, start=0, end=2), [self.vocab_size], axis=0)
-        return op.Reshape(rows, shape)
+        blocks = fmt.num_blocks(self.hidden_size)
+        return op.Add(logits, times_transposed(op, sums, self.offset, blocks, self.vocab_size))

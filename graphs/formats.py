@@ -44,6 +44,10 @@ class WeightFormat:
     def blocked(self) -> bool:
         return self.block_size > 0
 
+    def num_blocks(self, inputs: int) -> int:
+        """Blocks along K; the last may be shorter than the others."""
+        return -(-inputs // self.block_size)
+
     def __str__(self) -> str:
         if not self.blocked:
             return self.dtype

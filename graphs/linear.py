@@ -27,11 +27,14 @@ def as_float32(op: Any, value: ir.Value, fmt: WeightFormat) -> ir.Value:
 
 
 def block_sums(op: Any, x: ir.Value, inputs: int, block_size: int) -> ir.Value:
-    """Sums of x over each block of inputs: [..., K] -> [..., K / block_size].
+    """Sums of x over each block of inputs: [..., K] -> [..., blocks]; the last may be shorter.
 
     x has two dimensions before K.
     """
-    blocks = op.Reshape(x, [0, 0, inputs // block_size, block_size])
+    num_blocks = -(-inputs // block_size)
+    if missing := num_blocks * block_size - inputs:
+        x = op.Pad(x, [0, 0, 0, 0, 0, missing])
+    blocks = op.Reshape(x, [0, 0, num_blocks, block_size])
     return op.ReduceSum(blocks, [-1], keepdims=0)
 
 
@@ -49,9 +52,9 @@ class Linear(nn.Module):
         fmt, inputs, outputs = projection.format, projection.inputs, projection.outputs
         self.weight = Parameter([inputs, outputs], dtype=ONNX_DTYPES[fmt.dtype])
         if fmt.blocked:
-            self.weight_scale = Parameter([inputs // fmt.block_size, outputs])
+            self.weight_scale = Parameter([fmt.num_blocks(inputs), outputs])
         if fmt.affine:
-            self.weight_offset = Parameter([inputs // fmt.block_size, outputs])
+            self.weight_offset = Parameter([fmt.num_blocks(inputs), outputs])
         if projection.bias:
             self.bias = Parameter([outputs])
 

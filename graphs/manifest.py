@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import types
 import typing
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ortolan.errors import BundleError
 
 SCHEMA_MAJOR = 1
-SCHEMA_MINOR = 0
+SCHEMA_MINOR = 1  # 1: what weights were rounded from, and typed accuracy reports
 MANIFEST_NAME = "manifest.json"
 WEIGHTS_NAME = "weights.bin"
 _HASH_CHUNK = 1 << 20
@@ -125,8 +126,45 @@ class Source:
 
 
 @dataclass(frozen=True)
+class TextAccuracy:
+    """How next-token distributions differ from the reference's over one text.
+
+    Divergences are KL(reference || bundle) in nats, the mean and the 99th percentile over the
+    tokens; top1_agreement is the share of tokens after which both find the same token likeliest.
+    Perplexities are of the text's own tokens.
+    """
+
+    text: str
+    tokens: int
+    mean_kl: float
+    p99_kl: float
+    top1_agreement: float
+    perplexity: float
+    reference_perplexity: float
+
+
+@dataclass(frozen=True)
+class AccuracyReport:
+    """The price of a bundle's precision, measured on texts that nothing was calibrated on.
+
+    accuracy: what products were computed in, "default" or "exact". reference: what it is compared
+    with. runtime: what computed both. total: over all of `texts`.
+    """
+
+    accuracy: str
+    reference: str
+    runtime: str
+    total: TextAccuracy
+    texts: list[TextAccuracy]
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """Everything that a runtime or a reader needs to know before it opens a graph."""
+    """Everything that a runtime or a reader needs to know before it opens a graph.
+
+    rounded_from: precisions of those source weights that are stored rounded; empty if none are.
+    no_report: why there is no accuracy report; None where there is one, or nothing to report.
+    """
 
     schema_version: str
     ortolan_version: str
@@ -136,11 +174,30 @@ class Manifest:
     weights: list[WeightGroup]
     files: dict[str, FileEntry]
     source: Source
-    accuracy_reports: list[dict[str, Any]] = field(default_factory=list)
+    rounded_from: list[str] = field(default_factory=list)
+    accuracy_reports: list[AccuracyReport] = field(default_factory=list)
+    no_report: str | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether some weights are stored as codes in blocks."""
+        return any(" block " in group.precision for group in self.weights)
 
     def to_json(self) -> str:
         """The text of manifest.json."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    def write(self, folder: Path) -> None:
+        """Write manifest.json whole or not at all; a reader finds the old one or this one."""
+        draft = folder / f".{MANIFEST_NAME}.{os.getpid()}"
+        try:
+            with draft.open("w", encoding="utf-8") as file:
+                file.write(self.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(folder / MANIFEST_NAME)
+        finally:
+            draft.unlink(missing_ok=True)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

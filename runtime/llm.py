@@ -27,6 +27,7 @@ from ortolan.runtime.params import (
 )
 from ortolan.runtime.text.chat_template import ChatTemplate
 from ortolan.runtime.text.detokenizer import Detokenizer
+from ortolan.runtime.text.no_tokenizer import NoTokenizer, no_text, open_tokenizer
 from ortolan.runtime.text.stop import StopMatcher
 from ortolan.runtime.text.tokenizer import Tokenizer
 
@@ -58,7 +59,7 @@ class LLM:
 
         self.manifest: Manifest = bundle.manifest
         self.config = config
-        self.tokenizer = Tokenizer.open(bundle.path)
+        self.tokenizer: Tokenizer = open_tokenizer(bundle)
         self._path = bundle.path
         self._template: ChatTemplate | None = None
         num_valid = min(self.tokenizer.vocab_size, bundle.manifest.model.vocab_size)
@@ -101,6 +102,8 @@ class LLM:
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer."""
+        if isinstance(self.tokenizer, NoTokenizer):
+            raise no_text()
         if self._template is None:
             self._template = ChatTemplate.open(self._path, self.tokenizer)
         return self.tokenizer.encode_chat(self._template.render(messages))
@@ -128,6 +131,8 @@ class LLM:
 
     def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[TokenEvent]:
         engine = self._running()
+        if params.stop and isinstance(self.tokenizer, NoTokenizer):
+            raise no_text()
         request = Request(ids, params)
         engine.check(request)  # now, not when the first event is asked for
         ends = frozenset(params.stop_token_ids)

@@ -168,7 +168,7 @@ def smollm2_bundle(smollm2_gguf: Path, run_cli: RunCli) -> Path:
         bundle.parent.mkdir(parents=True, exist_ok=True)
         # Renamed when complete, so that two test runs at once, or a killed one, do no harm.
         draft = bundle.with_name(f".{bundle.name}.{os.getpid()}")
-        run_cli("export", "smollm2", draft)
+        run_cli("export", "smollm2", draft, "--no-report")
         try:
             draft.rename(bundle)
         except OSError:  # another run was first

@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as GgmlType
+from random_blocks import random_rows
 from tokenizers import pre_tokenizers
 
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -126,14 +127,14 @@ def write_tiny_gguf(
     shape = shape or Shape()
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {**settings(shape), **(override or {})}.items():
-        _add_setting(writer, key, value)
+        add_setting(writer, key, value)
     tensors = random_tensors(shape, tied=tied, seed=seed)
     patterns = {"*": types} if isinstance(types, str) else types
     for name, values in tensors.items():
         if name in drop or name in (extra or {}):
             continue
         kind = GgmlType[_type_of(name, patterns)]
-        raw = gguf.quants.quantize(values, kind) if _can_quantize(kind) else _zeros(values, kind)
+        raw = gguf.quants.quantize(values, kind) if _can_quantize(kind) else _random(values, kind)
         writer.add_tensor(name, raw, raw_dtype=kind)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
@@ -144,7 +145,8 @@ def write_tiny_gguf(
     return path
 
 
-def _add_setting(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_setting(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Write a key-value pair under the type that converters use; None writes nothing."""
     if value is None:
         return
     if isinstance(value, bool):
@@ -167,11 +169,13 @@ def _type_of(name: str, patterns: Mapping[str, str]) -> str:
     return found
 
 
+_READ_ONLY = ("NVFP4", "Q1_0", "Q8_1")
+
+
 def _can_quantize(kind: GgmlType) -> bool:
-    return kind.name in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+    return kind.name[0] != "I" and not kind.name.endswith("_K") and kind.name not in _READ_ONLY
 
 
-def _zeros(values: np.ndarray, kind: GgmlType) -> np.ndarray:
-    """Bytes of the right size, for types that only have to be refused."""
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    return np.zeros((values.shape[0], values.shape[1] // block * size), np.uint8)
+def _random(values: np.ndarray, kind: GgmlType) -> np.ndarray:
+    """Random blocks of the right size, for types that the package only reads."""
+    return random_rows(kind, *values.shape, seed=int(values.sum() * 1000) & 0xFFFF)

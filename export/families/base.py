@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ortolan.errors import CheckpointError, ConfigError
+from ortolan.errors import CheckpointError
 from ortolan.export.rope import read_rope
 from ortolan.export.settings import Settings
-from ortolan.graphs.attention_gqa import HEAD_DIM_MULTIPLE
 from ortolan.graphs.manifest import ModelConfig
 
 # Settings that describe training, loading or sampling, and change no logit.
@@ -27,20 +26,29 @@ _HARMLESS = (
     "id2label",
     "initializer_range",
     "is_decoder",
+    "is_llama_config",
     "label2id",
-    "max_window_layers",  # layer_types says what it comes to
     "model_type",
     "name",
     "output_attentions",
     "output_hidden_states",
     "pad_token_id",
+    "pretraining_tp",  # cuts products into parts, and adds them up again
     "resid_pdrop",
     "return_dict",
+    "sep_token_id",
     "torch_dtype",
+    "transformers.js_config",
     "transformers_version",
     "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
     "use_cache",
 )
+
+
+# Far above any that exists; a damaged number must not make tables of gigabytes.
+_LARGEST_HEAD = 4096
 
 
 @dataclass(frozen=True)
@@ -49,11 +57,17 @@ class Family:
 
     own: reads what differs from plain Llama and returns fields of ModelConfig that replace the
     common ones. fused: a stored matrix -> the weights that it holds, one after another.
+    tied: whether the embedding is the head too where the config does not say; defaults differ.
+    theta: rope's base, likewise. sets_kv_heads: a config without num_key_value_heads does not mean
+    one per attention head, so it is refused.
     """
 
     name: str
     own: Callable[[Settings, int], Mapping[str, Any]] = field(default=lambda settings, layers: {})
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tied: bool = False
+    theta: float = 10000.0
+    sets_kv_heads: bool = False
 
 
 def model_config(family: Family, settings: Settings, requested_context: int | None) -> ModelConfig:
@@ -64,7 +78,7 @@ def model_config(family: Family, settings: Settings, requested_context: int | No
     """
     hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     layers = settings.integer("num_hidden_layers")
-    kv_heads = settings.integer("num_key_value_heads", heads)
+    kv_heads = settings.integer("num_key_value_heads", None if family.sets_kv_heads else heads)
     if heads % kv_heads:
         raise CheckpointError(
             f"{settings.where}: {heads} attention heads cannot share {kv_heads} key-value heads "
@@ -75,16 +89,13 @@ def model_config(family: Family, settings: Settings, requested_context: int | No
             f"{settings.where}: hidden_size {hidden} does not divide among {heads} heads"
         )
     head_dim = settings.integer("head_dim", hidden // heads)
-    rope = read_rope(settings, head_dim, requested_context)
-    for name, size in (("head_dim", head_dim), ("rotated part of head_dim", rope.rotary_dim)):
-        if size % HEAD_DIM_MULTIPLE:
-            raise ConfigError(
-                f"{settings.where}: {name} {size} is not supported; ONNX Runtime's attention with "
-                f"rotary embedding takes multiples of {HEAD_DIM_MULTIPLE}"
-            )
+    if head_dim > _LARGEST_HEAD:
+        raise settings.unsupported("head_dim", head_dim)
+    rope = read_rope(settings, head_dim, requested_context, family.theta)
     settings.expect("hidden_act", "silu", "swish")
-    settings.expect("pretraining_tp", 1)
     settings.expect("quantization_config")
+    settings.expect("rope_interleaved", False)
+    settings.expect("use_mrope", False)
     settings.ignore(*_HARMLESS)
     fields: dict[str, Any] = {
         "architecture": family.name,
@@ -96,7 +107,7 @@ def model_config(family: Family, settings: Settings, requested_context: int | No
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": float(settings.number("rms_norm_eps")),
-        "tie_embeddings": settings.flag("tie_word_embeddings", False),
+        "tie_embeddings": settings.flag("tie_word_embeddings", family.tied),
         **rope.fields(),
         **family.own(settings, layers),
     }
@@ -111,26 +122,35 @@ def biases(settings: Settings) -> dict[str, bool]:
     return {"qkv_bias": attention, "attention_out_bias": attention, "mlp_bias": mlp}
 
 
-def window(settings: Settings, layers: int) -> dict[str, Any]:
-    """Sliding windows as Qwen and SmolLM write them: a switch, a size, and a kind per layer."""
+def window(
+    settings: Settings, layers: int, default: Callable[[int], bool] | None = None
+) -> dict[str, Any]:
+    """Sliding windows as Qwen and SmolLM write them: a switch, a size, and a kind per layer.
+
+    default: whether a layer has a window where the config lists no kinds; None takes Qwen's
+    rule, all layers from max_window_layers on.
+    """
     used = settings.flag("use_sliding_window", False)
     size = settings.get("sliding_window")
-    kinds = layer_kinds(settings, layers)
-    if not used and "sliding_attention" not in kinds:
+    first = settings.get("max_window_layers")
+    if first is not None and (isinstance(first, bool) or not isinstance(first, int) or first < 0):
+        raise settings.unfit("max_window_layers", first, "a number of layers")
+    first = 28 if first is None else first  # Hugging Face's default
+    listed = settings.get("layer_types")
+    if not used or size is None:
+        if listed is not None and "sliding_attention" in layer_kinds(settings, layers):
+            raise settings.unsupported("layer_types", "sliding_attention")  # of no size in use
         return {}
-    if size is None:
-        raise settings.unfit("sliding_window", None, "a number of positions")
-    return {
-        "sliding_window": settings.integer("sliding_window"),
-        "window_layers": [kind == "sliding_attention" for kind in kinds],
-    }
+    if listed is None:
+        windowed = [default(i) if default else i >= first for i in range(layers)]
+    else:
+        windowed = [kind == "sliding_attention" for kind in layer_kinds(settings, layers)]
+    return {"sliding_window": settings.integer("sliding_window"), "window_layers": windowed}
 
 
 def layer_kinds(settings: Settings, layers: int) -> list[str]:
-    """`layer_types`, of which full and sliding attention are known; all full if absent."""
+    """`layer_types`, of which full and sliding attention are known."""
     kinds = settings.get("layer_types")
-    if kinds is None:
-        return ["full_attention"] * layers
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise settings.unfit("layer_types", kinds, f"a list of {layers} kinds")
     for kind in kinds:

@@ -9,7 +9,10 @@ from ortolan.export.settings import Settings
 
 
 def _own(settings: Settings, layers: int) -> dict[str, Any]:
-    settings.expect("attention_bias", False)
+    for switch in ("attention_bias", "lm_head_bias", "mlp_bias"):
+        settings.expect(switch, False)
+    for factor in ("full_attn_mod", "interpolate_factor"):
+        settings.expect(factor, 1)
     if settings.get("sliding_window") is None:
         return {}
     return {"sliding_window": settings.integer("sliding_window")}

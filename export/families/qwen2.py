@@ -12,4 +12,4 @@ def _own(settings: Settings, layers: int) -> dict[str, Any]:
     return {"qkv_bias": True, **window(settings, layers)}
 
 
-FAMILY = Family(name="qwen2", own=_own)
+FAMILY = Family(name="qwen2", own=_own, sets_kv_heads=True)

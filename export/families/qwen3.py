@@ -9,6 +9,8 @@ from ortolan.export.settings import Settings
 
 
 def _own(settings: Settings, layers: int) -> dict[str, Any]:
+    if settings.get("head_dim") is None:  # Hugging Face's default is not hidden / heads here
+        raise settings.unfit("head_dim", None, "a whole number")
     bias = settings.flag("attention_bias", False)
     return {
         "qk_norm": True,
@@ -18,4 +20,4 @@ def _own(settings: Settings, layers: int) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(name="qwen3", own=_own)
+FAMILY = Family(name="qwen3", own=_own, sets_kv_heads=True)

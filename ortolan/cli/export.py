@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from ortolan.cli.accuracy_table import write_accuracy
 from ortolan.cli.options import debug_option, json_option
 from ortolan.cli.output import console, is_fancy, megabytes, write, write_json
 from ortolan.errors import MissingDependencyError
+from ortolan.export.precision import (
+    BLOCK_SIZES,
+    DEFAULT_BLOCK_SIZE,
+    Quantization,
+    WeightsChoice,
+)
+
+if TYPE_CHECKING:
+    from ortolan.graphs.manifest import Manifest
 
 Progress = Callable[[str, int, int], None]
+
+_FORMATS = click.Choice(get_args(WeightsChoice))
 
 
 # The defaults in the texts are ExportOptions', which cannot be read here: its module needs
@@ -26,14 +39,44 @@ Progress = Callable[[str, int, int], None]
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
     "--weights",
-    type=click.Choice(["source", "float32"]),
-    help="source: the checkpoint's precision, exactly; float32: expanded.  [default: source]",
+    type=_FORMATS,
+    help="source: the checkpoint's precision, exactly; float32: expanded; int8, int4: rounded.  "
+    "[default: source]",
+)
+@click.option(
+    "--block-size",
+    metavar="N",
+    type=int,
+    help=f"Rounded weights that share a scale: {', '.join(map(str, BLOCK_SIZES))}.  "
+    f"[default: {DEFAULT_BLOCK_SIZE}]",
+)
+@click.option(
+    "--symmetric/--asymmetric",
+    default=None,
+    help="Asymmetric blocks have an offset too: closer to the source, slower.  "
+    "[default: symmetric]",
+)
+@click.option("--lm-head", type=_FORMATS, help="The output head's own format.")
+@click.option(
+    "--embedding",
+    type=_FORMATS,
+    help="The embedding's own format; a table that the head shares has one for both.",
 )
 @click.option(
     "--max-context",
     metavar="N",
     type=click.IntRange(min=2),
     help="Most positions that the bundle can be used with.  [default: the checkpoint's]",
+)
+@click.option(
+    "--attention",
+    type=click.Choice(["gqa", "onnx"]),
+    help="gqa: the fast form; onnx: operators of the ONNX standard only, slower.  [default: gqa]",
+)
+@click.option(
+    "--report/--no-report",
+    default=True,
+    help="Measure what quantized weights cost against float32.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @json_option
@@ -42,20 +85,37 @@ def export(
     source: str,
     bundle: Path,
     weights: str | None,
+    block_size: int | None,
+    symmetric: bool | None,
+    lm_head: WeightsChoice | None,
+    embedding: WeightsChoice | None,
     max_context: int | None,
+    attention: str | None,
+    report: bool,
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write the bundle of SOURCE: a .gguf file, or the name of a known checkpoint (smollm2).
+    """Write the bundle of SOURCE: a .gguf file, a Hugging Face folder, or org/name on the Hub.
 
-    BUNDLE, a folder, appears when it is complete and not before.
+    A revision goes after the name: org/name@revision. The demo model is called smollm2.
+
+    BUNDLE, a folder, appears when it is complete and not before. If its weights are quantized,
+    an accuracy report is added to it at the end.
     """
     exporter = _exporter()
-    given: dict[str, Any] = {"weights": weights, "max_context": max_context, "force": force}
+    given: dict[str, Any] = {
+        "weights": weights,
+        "max_context": max_context,
+        "attention": attention,
+        "force": force,
+        "quantization": Quantization(block_size, symmetric, lm_head, embedding),
+    }
     options = exporter.ExportOptions(**{k: v for k, v in given.items() if v is not None})
     began_s = time.perf_counter()
     with _progress_bar() as progress:
         manifest = exporter.export_bundle(source, bundle, options, progress)
+        if manifest.quantized:
+            manifest = _with_report(source, bundle, manifest, report, progress)
     seconds = time.perf_counter() - began_s
     size = sum(entry.size for entry in manifest.files.values())
     if as_json:
@@ -65,11 +125,32 @@ def export(
                 "source": manifest.source.name,
                 "bytes": size,
                 "seconds": seconds,
+                "accuracy_reports": [dataclasses.asdict(r) for r in manifest.accuracy_reports],
+                "no_report": manifest.no_report,
             }
         )
     else:
+        write_accuracy(manifest)
         following = f'ortolan generate {shlex.quote(str(bundle))} "..."'
         write(f"{bundle}: {megabytes(size)} in {seconds:.1f} s; next: {following}\n")
+
+
+def _with_report(
+    source: str, bundle: Path, manifest: Manifest, wanted: bool, progress: Progress | None
+) -> Manifest:
+    """The manifest with a report or the reason why there is none, as it now is in the bundle."""
+    from ortolan.cli.accuracy import measure, why_no_report
+
+    reason = why_no_report(manifest) if wanted else "--no-report"
+    if reason is not None:
+        manifest = dataclasses.replace(manifest, no_report=reason)
+    else:
+        # Weights that are the source's own are compared with themselves at exact accuracy.
+        other = source if manifest.rounded_from else None
+        found = measure(bundle, other, progress=progress)
+        manifest = dataclasses.replace(manifest, accuracy_reports=[found])
+    manifest.write(bundle)
+    return manifest
 
 
 def _exporter() -> Any:

@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ortolan.cli.accuracy import FloatArray, kl_divergence
 from ortolan.errors import UsageError
 from ortolan.runtime.params import SamplingParams
 
 if TYPE_CHECKING:
     from ortolan.runtime.llm import LLM
-
-FloatArray = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
@@ -171,12 +169,6 @@ def check_case(llm: LLM, case: GoldenCase, limits: Limits) -> CaseResult:
     )
 
 
-def kl_divergence(reference: FloatArray, ours: FloatArray) -> float:
-    """KL(reference || ours) in nats of the distributions that two rows of logits stand for."""
-    log_p, log_q = _log_softmax(reference), _log_softmax(ours)
-    return float(np.sum(np.exp(log_p) * (log_p - log_q)))
-
-
 def owed_tokens(gaps: Sequence[float], max_abs_error: float) -> int:
     """How many leading greedy tokens must match.
 
@@ -195,11 +187,6 @@ def equal_from_start(expected: Sequence[int], found: Sequence[int]) -> int:
     while equal < min(len(expected), len(found)) and expected[equal] == found[equal]:
         equal += 1
     return equal
-
-
-def _log_softmax(row: FloatArray) -> npt.NDArray[np.float64]:
-    shifted = row.astype(np.float64) - row.max()
-    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
 
 
 def _prompt_ids(llm: LLM, case: GoldenCase) -> list[int]:

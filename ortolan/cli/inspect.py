@@ -29,7 +29,7 @@ Operators = dict[str, dict[str, dict[str, int]]]  # graph -> "before" or "after"
 @json_option
 @debug_option
 def inspect(bundle: Path, operators: bool, engine: dict[str, Any], as_json: bool) -> None:
-    """Show what BUNDLE holds: model, files, weights by precision, graphs, operators."""
+    """Show what BUNDLE holds: model, files, weights by precision, accuracy, graphs, operators."""
     from ortolan.cli.summary import bytes_by_precision
     from ortolan.graphs.manifest import Manifest
 
@@ -86,6 +86,7 @@ def _optimized_graphs(bundle: Path, engine: dict[str, Any]) -> dict[str, Path]:
 
 
 def _print_manifest(bundle: Path, manifest: Manifest) -> None:
+    from ortolan.cli.accuracy_table import write_accuracy
     from ortolan.cli.summary import bytes_by_precision, collapse_layers
 
     model, source = manifest.model, manifest.source
@@ -130,6 +131,7 @@ def _print_manifest(bundle: Path, manifest: Manifest) -> None:
         [(name, megabytes(size)) for name, size in bytes_by_precision(manifest.weights).items()],
         numbers=(1,),
     )
+    write_accuracy(manifest)
     for name, graph in manifest.graphs.items():
         rows = [("input", tensor) for tensor in collapse_layers(graph.inputs)]
         rows += [("output", tensor) for tensor in collapse_layers(graph.outputs)]

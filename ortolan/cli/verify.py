@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ortolan.cli.accuracy_table import write_report
 from ortolan.cli.options import bundle_argument, debug_option, engine_options, json_option
 from ortolan.cli.output import write, write_json, write_table
-from ortolan.errors import BundleError
+from ortolan.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
     from ortolan.cli.golden import CaseResult
-    from ortolan.graphs.manifest import Manifest
+    from ortolan.graphs.manifest import AccuracyReport, Manifest
 
 
 @click.command(short_help="Check a bundle's files and results.")
@@ -25,14 +26,22 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Compare with the reference results in this file.",
 )
+@click.option(
+    "--source",
+    metavar="SOURCE",
+    help="Compare with this checkpoint's weights in float32, and with the stored report.",
+)
 @engine_options("provider", "threads", "cache_dir", "accuracy")
 @json_option
 @debug_option
-def verify(bundle: Path, golden: Path | None, engine: dict[str, Any], as_json: bool) -> None:
+def verify(
+    bundle: Path, golden: Path | None, source: str | None, engine: dict[str, Any], as_json: bool
+) -> None:
     """Check every file of BUNDLE against its manifest, and its results against a reference.
 
-    Exit status 1 if a file is damaged or a case fails. A greedy token is owed while the
-    reference's best logit leads by more than twice the error measured on the case's last logits.
+    Exit status 1 if a file is damaged, a case fails, or the mean KL from SOURCE in float32 is far
+    above the manifest's. A greedy token is owed while the reference's best logit leads by more
+    than twice the error measured on the case's last logits.
     """
     from ortolan.graphs.manifest import Manifest
 
@@ -57,7 +66,15 @@ def verify(bundle: Path, golden: Path | None, engine: dict[str, Any], as_json: b
         else:
             _print_results(reference, engine["accuracy"], results)
     failed = [result.name for result in results if result.failures]
-    report["ok"] = not damage and not failed
+    worse = None
+    if source is not None and not damage:
+        found = _measure(bundle, manifest, source, engine)
+        worse = worse_than_stored(found, manifest)
+        if as_json:
+            report["accuracy_report"] = dataclasses.asdict(found)
+        else:
+            write_report(found)
+    report["ok"] = not damage and not failed and worse is None
     if as_json:
         write_json(report)
     if damage:
@@ -68,6 +85,8 @@ def verify(bundle: Path, golden: Path | None, engine: dict[str, Any], as_json: b
             f"{bundle}: {len(failed)} of {len(results)} cases differ from the reference: "
             f"{', '.join(failed)}"
         )
+    if worse is not None:
+        raise BundleError(f"{bundle}: {worse}")
 
 
 def damaged_files(bundle: Path, manifest: Manifest) -> list[str]:
@@ -92,6 +111,32 @@ def damaged_files(bundle: Path, manifest: Manifest) -> list[str]:
                 f"{path}: SHA-256 is {found.sha256}, manifest.json says {expected.sha256}"
             )
     return damage
+
+
+def _measure(
+    bundle: Path, manifest: Manifest, source: str, engine: dict[str, Any]
+) -> AccuracyReport:
+    from ortolan.cli.accuracy import measure, why_no_report
+
+    if (reason := why_no_report(manifest)) is not None:
+        raise UsageError(f"--source cannot be compared with: {reason}")
+    return measure(bundle, source, engine)
+
+
+def worse_than_stored(found: AccuracyReport, manifest: Manifest) -> str | None:
+    """A sentence if the mean KL is far above the stored report's, measured in the same way.
+
+    Processors round int8 products in ways of their own, so some difference is rightly there.
+    """
+    for stored in manifest.accuracy_reports:
+        limit = 2 * stored.total.mean_kl + 1e-3
+        # Written so that NaN fails.
+        if stored.accuracy == found.accuracy and not found.total.mean_kl <= limit:
+            return (
+                f"mean KL is {found.total.mean_kl:.2g}, manifest.json says "
+                f"{stored.total.mean_kl:.2g}; export the bundle again"
+            )
+    return None
 
 
 def _compare(bundle: Path, golden: Path, engine: dict[str, Any]) -> tuple[str, list[CaseResult]]:

@@ -61,7 +61,7 @@ class Tokenizer:
             library = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises no narrower type
             raise BundleError(f"{file} is damaged ({error}); export the bundle again") from error
-        return cls(library, _read_generation_config(path / "generation_config.json"))
+        return cls(library, read_generation_config(path / "generation_config.json"))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt: all of it is text, also where it spells a control token.
@@ -176,7 +176,8 @@ def _first(ids: Iterable[int]) -> int | None:
     return next(iter(ids), None)
 
 
-def _read_generation_config(file: Path) -> dict[str, Any]:
+def read_generation_config(file: Path) -> dict[str, Any]:
+    """A bundle's generation_config.json; empty without one. Raises BundleError if damaged."""
     try:
         config = json.loads(file.read_bytes())
     except FileNotFoundError:

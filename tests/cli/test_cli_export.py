@@ -18,7 +18,10 @@ import pytest
 from click.testing import Result
 
 from ortolan.export import exporter
+from ortolan.export.precision import DEFAULT_BLOCK_SIZE, Quantization
 from ortolan.graphs.manifest import Manifest
+
+NO_REPORT: dict[str, Any] = {"accuracy_reports": [], "no_report": None}
 
 Run = Callable[..., Result]
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
@@ -26,12 +29,13 @@ RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch, tiny_bundle: Path) -> list[tuple[Any, ...]]:
-    """Stands in for the exporter; holds what it was called with."""
+    """Stands in for the exporter of float weights; holds what it was called with."""
     calls: list[tuple[Any, ...]] = []
+    manifest = dataclasses.replace(Manifest.read(tiny_bundle), weights=[])
 
     def export(source: str, target: Path, options: Any, progress: Any) -> Manifest:
         calls.append((source, target, options, progress))
-        return Manifest.read(tiny_bundle)
+        return manifest
 
     monkeypatch.setattr(exporter, "export_bundle", export)
     return calls
@@ -61,17 +65,26 @@ def test_options_left_out_are_the_fields_defaults(
 def test_help_states_the_fields_defaults(run: Run) -> None:
     """The help cannot read them, since it must work without the exporter's packages."""
     defaults = {item.name: item.default for item in dataclasses.fields(exporter.ExportOptions)}
-    assert defaults == {"weights": "source", "max_context": None, "force": False}
+    assert defaults == {
+        "weights": "source",
+        "max_context": None,
+        "force": False,
+        "attention": "gqa",
+        "quantization": Quantization(),
+    }
+    assert (DEFAULT_BLOCK_SIZE, Quantization().symmetric) == (32, None)
     said = " ".join(run("export", "--help").stdout.split())
     assert "[default: source]" in said
     assert "[default: the checkpoint's]" in said
+    assert "[default: 32]" in said
+    assert "[default: symmetric]" in said
 
 
 def test_json_tells_size_and_time(run: Run, exported: list[tuple[Any, ...]]) -> None:
     """Build scripts read this instead of the sentence."""
     found = json.loads(run("export", "model.gguf", "bundle", "--json").stdout)
     assert found.pop("seconds") >= 0
-    assert found == {"bundle": "bundle", "source": "tiny.gguf", "bytes": 1011}
+    assert found == {"bundle": "bundle", "source": "tiny.gguf", "bytes": 1011, **NO_REPORT}
 
 
 def test_missing_source_is_named(run: Run, tmp_path: Path) -> None:
@@ -127,7 +140,16 @@ def test_progress_shows_on_a_terminal_only_without_no_color(
     side, other = os.openpty()
     environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "ortolan", "export", smollm2_gguf, tmp_path / "bundle"],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "ortolan",
+            "export",
+            smollm2_gguf,
+            tmp_path / "bundle",
+            "--no-report",
+        ],
         stdout=subprocess.DEVNULL,
         stderr=other,
         env={**environment, "TERM": "xterm", **({"NO_COLOR": "1"} if no_color else {})},

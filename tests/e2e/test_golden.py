@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ortolan.cli.golden import LIMITS, check_case, kl_divergence, read_golden
+from ortolan.cli.accuracy import kl_divergence
+from ortolan.cli.golden import LIMITS, check_case, read_golden
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.llm import LLM
 from ortolan.runtime.params import EngineConfig

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import llama_cpp_convert as llama_cpp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -37,7 +38,33 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Intact:
     path = tmp_path_factory.mktemp("intact") / "model.gguf"
     types = {"*": "Q4_1", "token_embd*": "Q8_0"}
     write_tiny_gguf(path, types=types, shape=Shape(layers=1))
-    tensors = GgufCheckpoint(path)._tensors.values()
+    return intact_file(path)
+
+
+@pytest.fixture(scope="module")
+def intact_formats(tmp_path_factory: pytest.TempPathFactory) -> Intact:
+    """Blocks of 256 with scales within scales, indices into grids, 8-bit floats."""
+    path = tmp_path_factory.mktemp("intact") / "model.gguf"
+    kinds = ("Q2_K", "Q4_K", "IQ1_M", "IQ2_XXS", "IQ3_S", "MXFP4", "NVFP4")
+    parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    types = {f"*{part}*": kind for part, kind in zip(parts, kinds, strict=True)}
+    shape = Shape(layers=1, hidden=256, heads=16, inner=256)
+    write_tiny_gguf(path, types={"*": "Q6_K", **types}, shape=shape)
+    return intact_file(path)
+
+
+@pytest.fixture(scope="module")
+def intact_phi3(tmp_path_factory: pytest.TempPathFactory) -> Intact:
+    """Fused matrices, a window, rope factors in tensors."""
+    path = tmp_path_factory.mktemp("intact") / "model.gguf"
+    keys, tensors = llama_cpp.as_family("phi3")
+    keys |= {"phi3.rope.scaling.original_context_length": 32, "phi3.attention.sliding_window": 9}
+    tensors |= {f"rope_factors_{n}.weight": np.ones(8, np.float32) for n in ("long", "short")}
+    return intact_file(llama_cpp.write(path, "phi3", keys, tensors))
+
+
+def intact_file(path: Path) -> Intact:
+    tensors = GgufCheckpoint(path)._stored.values()
     return Intact(path.read_bytes(), min(tensor.data_offset for tensor in tensors))
 
 
@@ -78,9 +105,12 @@ def try_export(data: bytes) -> str | None:
         shutil.rmtree(folder)
 
 
-def test_the_intact_file_exports(intact: Intact) -> None:
+def test_the_intact_files_export(
+    intact: Intact, intact_formats: Intact, intact_phi3: Intact
+) -> None:
     """Without this, the fuzzing below could refuse everything and pass."""
-    assert try_export(intact.data) is None
+    for file in (intact, intact_formats, intact_phi3):
+        assert try_export(file.data) is None
 
 
 flip = st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7))
@@ -96,6 +126,29 @@ def test_flipped_bits_are_refused_or_export_whole(
     data = bytearray(intact.data)
     for place, bit in in_header:
         data[int(place * intact.header_bytes)] ^= 1 << bit
+    for place, bit in anywhere:
+        data[int(place * len(data))] ^= 1 << bit
+    try_export(bytes(data))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    in_header=st.lists(flip, max_size=2),
+    anywhere=st.lists(flip, max_size=2),
+    phi3=st.booleans(),
+)
+def test_flipped_bits_in_other_forms_are_refused_or_export_whole(
+    intact_formats: Intact,
+    intact_phi3: Intact,
+    in_header: list[tuple[float, int]],
+    anywhere: list[tuple[float, int]],
+    phi3: bool,
+) -> None:
+    """The same for the other block formats, and for settings that are lists of numbers."""
+    file = intact_phi3 if phi3 else intact_formats
+    data = bytearray(file.data)
+    for place, bit in in_header:
+        data[int(place * file.header_bytes)] ^= 1 << bit
     for place, bit in anywhere:
         data[int(place * len(data))] ^= 1 << bit
     try_export(bytes(data))

@@ -21,16 +21,31 @@ NORM = np.ones(64, np.float32)
 # Arguments of write_tiny_gguf, the error's class, and what its message must name.
 CASES: dict[str, tuple[dict[str, Any], type[OrtolanError], list[str]]] = {
     "architecture": ({"architecture": "gpt2"}, ConfigError, ["'gpt2'", "'llama'"]),
-    "linear-rope": (
-        {"override": {"llama.rope.scaling.type": "linear"}},
+    "unknown-rope": (
+        {"override": {"llama.rope.scaling.type": "dynamic"}},
         ConfigError,
-        ["llama.rope.scaling.type", "'linear'"],
+        ["llama.rope.scaling.type", "'dynamic'"],
+    ),
+    "rope-base-of-one": (
+        {"override": {"llama.rope.freq_base": 1.0}},
+        CheckpointError,
+        ["llama.rope.freq_base", "1.0"],
+    ),
+    "longrope-without-factors": (
+        {"override": {"llama.rope.scaling.type": "longrope"}},
+        CheckpointError,
+        ["rope_factors_short.weight", "missing"],
+    ),
+    "rope-of-no-factor": (
+        {"override": {"llama.rope.scaling.type": "linear"}},
+        CheckpointError,
+        ["llama.rope.scaling.factor", "missing"],
     ),
     "experts": ({"override": {"llama.expert_count": 8}}, ConfigError, ["llama.expert_count", "8"]),
     "unknown-setting": (
-        {"override": {"llama.attention.sliding_window": 4096}},
+        {"override": {"llama.attention.temperature_scale": 4096}},
         ConfigError,
-        ["llama.attention.sliding_window", "4096"],
+        ["llama.attention.temperature_scale", "4096"],
     ),
     "value-length": (
         {"override": {"llama.attention.value_length": 32}},
@@ -42,16 +57,25 @@ CASES: dict[str, tuple[dict[str, Any], type[OrtolanError], list[str]]] = {
         ConfigError,
         ["llama.rope.dimension_count", "8", "16"],
     ),
-    "type-q4-k": (
-        {"types": {"blk.1.ffn_down*": "Q4_K"}, "shape": Shape(inner=256)},
+    "type-q8-1": (  # a format of activations
+        {"types": {"blk.1.ffn_down*": "Q8_1"}},
         ConfigError,
-        ["blk.1.ffn_down.weight", "Q4_K", "Q4_1"],
+        ["blk.1.ffn_down.weight", "Q8_1", "Q4_1"],
     ),
-    "type-q5-0": ({"types": {"token_embd*": "Q5_0"}}, ConfigError, ["token_embd.weight", "Q5_0"]),
     "quantized-norm": (
         {"types": {"output_norm*": "Q8_0"}},
         ConfigError,
         ["output_norm.weight", "Q8_0", "F32"],
+    ),
+    "split-without-its-name": (
+        {"override": {"split.count": 3}},
+        CheckpointError,
+        ["one of 3 files", "NAME-00001-of-00003.gguf"],
+    ),
+    "split-into-nonsense": (
+        {"override": {"split.count": [3] * 100}},
+        CheckpointError,
+        ["split.count"],
     ),
     "no-embedding": (
         {"drop": ["token_embd.weight"]},
@@ -64,14 +88,19 @@ CASES: dict[str, tuple[dict[str, Any], type[OrtolanError], list[str]]] = {
         ["blk.1.attn_k.weight", "missing"],
     ),
     "rope-freqs": (
-        {"extra": {"rope_freqs.weight": np.ones(8, np.float32)}},
-        ConfigError,
-        ["rope_freqs.weight", "unknown"],
+        {"extra": {"rope_freqs.weight": np.ones(16, np.float32)}},
+        CheckpointError,
+        ["rope_freqs.weight", "8 numbers above 0"],
     ),
-    "bias": (
+    "bias-of-q-alone": (
         {"extra": {"blk.0.attn_q.bias": NORM}},
+        CheckpointError,
+        ["blk.0.attn_k.bias", "missing"],
+    ),
+    "bias-of-a-norm": (
+        {"extra": {"blk.0.attn_norm.bias": NORM}},
         ConfigError,
-        ["blk.0.attn_q.bias", "unknown"],
+        ["blk.0.attn_norm.bias", "unknown"],
     ),
     "layer-too-many": (
         {"override": {"llama.block_count": 1}},
@@ -210,7 +239,7 @@ def test_unfit_checkpoints_are_refused_by_name(tmp_path: Path, name: str) -> Non
 def test_infinite_weights_are_refused(tmp_path: Path, kind: str, at: int) -> None:
     """One infinite scale makes every logit NaN."""
     source = write_tiny_gguf(tmp_path / "model.gguf", types=kind)
-    tensor = GgufCheckpoint(source)._tensors["model.layers.1.mlp.down_proj"]
+    tensor = GgufCheckpoint(source)._stored["blk.1.ffn_down.weight"]
     infinity = b"\x80\x7f" if kind == "BF16" else b"\x00\x7c"
     data = bytearray(source.read_bytes())
     data[tensor.data_offset + at : tensor.data_offset + at + 2] = infinity
@@ -235,7 +264,7 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path, content: bytes) -> None
 def test_missing_files_folders_and_names_are_refused(tmp_path: Path) -> None:
     """The first thing that goes wrong for anyone."""
     assert "no such file" in refused(tmp_path / "absent.gguf", CheckpointError, tmp_path / "out")
-    assert "is a folder" in refused(tmp_path, CheckpointError, tmp_path / "out")
+    assert "config.json" in refused(tmp_path, CheckpointError, tmp_path / "out")
     with pytest.raises(CheckpointError, match="one of: smollm2"):
         export_bundle("smolm2", tmp_path / "out", ExportOptions())
 
@@ -255,7 +284,7 @@ def test_a_big_endian_file_is_refused(tiny_gguf: Path, tmp_path: Path) -> None:
 def test_a_file_cut_short_anywhere_is_refused(tiny_gguf: Path, tmp_path: Path) -> None:
     """An interrupted download has to be seen before its missing tail is used."""
     data = tiny_gguf.read_bytes()
-    first = min(t.data_offset for t in GgufCheckpoint(tiny_gguf)._tensors.values())
+    first = min(t.data_offset for t in GgufCheckpoint(tiny_gguf)._stored.values())
     cuts = {*range(4, 64), *range(64, first, 37), *range(first - 40, first + 40)}
     cuts |= {*range(first, len(data), 997), *range(len(data) - 64, len(data))}
     source = tmp_path / "model.gguf"

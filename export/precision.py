@@ -1,0 +1,109 @@
+"""Which format each weight is stored in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ortolan.errors import UsageError
+from ortolan.graphs.formats import EMBEDDING, FLOAT32, LM_HEAD, Formats, WeightFormat, weight_shapes
+from ortolan.graphs.manifest import ModelConfig
+
+WeightsChoice = Literal["source", "float32", "int8", "int4"]
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+DEFAULT_BLOCK_SIZE = 32
+_ROUNDED = ("int8", "int4")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How weights are rounded, and what differs from the rest.
+
+    block_size: inputs that share a scale; None stands for 32.
+    symmetric: codes times a scale, or (False) plus an offset per block; None stands for True.
+    lm_head, embedding: formats of their own; None follows the other weights.
+    Raises UsageError for a block size that there is not.
+    """
+
+    block_size: int | None = None
+    symmetric: bool | None = None
+    lm_head: WeightsChoice | None = None
+    embedding: WeightsChoice | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size is not None and self.block_size not in BLOCK_SIZES:
+            known = ", ".join(map(str, BLOCK_SIZES))
+            raise UsageError(f"--block-size {self.block_size} is not possible; choose from {known}")
+
+
+DEFAULT_QUANTIZATION = Quantization()
+
+
+def choose_formats(
+    source: Formats, config: ModelConfig, weights: WeightsChoice, quantization: Quantization
+) -> dict[str, WeightFormat]:
+    """The format to store each weight in, by name as in `source`.
+
+    Raises UsageError if the choices contradict each other or the model.
+    """
+    choices = {
+        EMBEDDING: quantization.embedding or weights,
+        LM_HEAD: quantization.lm_head or weights,
+    }
+    if config.tie_embeddings:
+        choices[EMBEDDING] = choices[LM_HEAD] = _shared_table(weights, quantization)
+    _check_used(weights, quantization, list(choices.values()))
+    shapes = weight_shapes(config)
+    return {
+        name: _format(choices.get(name, weights), fmt, quantization)
+        # Norms and biases are few, and computed in float32 whatever they are stored in.
+        if len(shapes[name]) == 2
+        else fmt
+        for name, fmt in source.items()
+    }
+
+
+def _shared_table(weights: WeightsChoice, quantization: Quantization) -> WeightsChoice:
+    given = {quantization.embedding, quantization.lm_head} - {None}
+    if len(given) > 1:
+        raise UsageError(
+            f"--embedding {quantization.embedding} and --lm-head {quantization.lm_head} contradict "
+            "each other: this model has one table for both; give one of the two"
+        )
+    return quantization.embedding or quantization.lm_head or weights
+
+
+def _check_used(
+    weights: WeightsChoice, quantization: Quantization, others: list[WeightsChoice]
+) -> None:
+    if {weights, *others}.intersection(_ROUNDED):
+        return
+    unused = []
+    if quantization.block_size is not None:
+        unused.append(f"--block-size {quantization.block_size}")
+    if quantization.symmetric is not None:
+        unused.append("--symmetric" if quantization.symmetric else "--asymmetric")
+    if unused:
+        raise UsageError(
+            f"{unused[0]} has no effect on weights that are not rounded; "
+            "add --weights int8 or int4, or leave it out"
+        )
+
+
+def _format(
+    choice: WeightsChoice, source: WeightFormat, quantization: Quantization
+) -> WeightFormat:
+    if choice == "source":
+        return source
+    if choice == "float32":
+        return FLOAT32
+    block_size = quantization.block_size or DEFAULT_BLOCK_SIZE
+    return WeightFormat(choice, block_size, affine=quantization.symmetric is False)
+
+
+def rounded_from(source: Formats, stored: Formats) -> list[str]:
+    """The precisions of those source weights that are stored rounded, sorted."""
+    return sorted(
+        {str(fmt) for name, fmt in source.items() if stored[name] != fmt and stored[name].blocked}
+    )
