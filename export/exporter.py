@@ -23,8 +23,10 @@ from ortolan.graphs.build import build_decoder_graph
 from ortolan.graphs.formats import FLOAT32, Formats
 from ortolan.graphs.manifest import (
     MANIFEST_NAME,
+    PACKED_NAME,
     SCHEMA_MAJOR,
     SCHEMA_MINOR,
+    TEXT_NAMES,
     WEIGHTS_NAME,
     FileEntry,
     GraphEntry,
@@ -40,6 +42,15 @@ WeightsChoice = Literal["source", "float32"]
 
 # The rotary tables of a longer context would take gigabytes, mostly for a damaged number.
 MOST_POSITIONS = 1 << 20
+
+# What a bundle's folder may hold.
+_BUNDLE_NAMES = (
+    MANIFEST_NAME,
+    WEIGHTS_NAME,
+    PACKED_NAME,
+    *TEXT_NAMES,
+    *(f"{graph}.onnx" for graph in c.GRAPH_NAMES),
+)
 
 # Called before each step with what is being written, steps done, and steps in all.
 Progress = Callable[[str, int, int], None]
@@ -75,7 +86,7 @@ def export_bundle(
     if options.weights == "float32":
         formats = dict.fromkeys(formats, FLOAT32)
 
-    with published_folder(target, force=options.force) as folder:
+    with published_folder(target, force=options.force, replaceable=_BUNDLE_NAMES) as folder:
         with WeightsFile(folder / WEIGHTS_NAME) as file:
             writer = WeightsWriter(checkpoint, config, formats, file)
             items = list(writer.items())
