@@ -34,8 +34,10 @@ from ortolan.graphs.flavor import Flavor
 from ortolan.graphs.formats import Formats
 from ortolan.graphs.manifest import (
     MANIFEST_NAME,
+    PACKED_NAME,
     SCHEMA_MAJOR,
     SCHEMA_MINOR,
+    TEXT_NAMES,
     WEIGHTS_NAME,
     FileEntry,
     GraphEntry,
@@ -51,6 +53,15 @@ AttentionChoice = Literal["gqa", "onnx"]  # the keys of FLAVORS
 
 # The rotary tables of a longer context would take gigabytes, mostly for a damaged number.
 MOST_POSITIONS = 1 << 20
+
+# What a bundle's folder may hold.
+_BUNDLE_NAMES = (
+    MANIFEST_NAME,
+    WEIGHTS_NAME,
+    PACKED_NAME,
+    *TEXT_NAMES,
+    *(f"{graph}.onnx" for graph in c.GRAPH_NAMES),
+)
 
 # Called before each step with what is being written, steps done, and steps in all.
 Progress = Callable[[str, int, int], None]
@@ -89,7 +100,7 @@ def export_bundle(
     _check_heads(path.name, config, flavor)
     formats = choose_formats(checkpoint.formats, config, options.weights, options.quantization)
 
-    with published_folder(target, force=options.force) as folder:
+    with published_folder(target, force=options.force, replaceable=_BUNDLE_NAMES) as folder:
         with WeightsFile(folder / WEIGHTS_NAME) as file:
             writer = WeightsWriter(checkpoint, config, formats, file, flavor)
             items = list(writer.items())

@@ -1,8 +1,8 @@
 """A folder that appears whole or not at all.
 
-The work happens in `.NAME.partial-*` beside the target, which is renamed at the end. `.NAME.lock`
-is held meanwhile: a second run to the same target is refused, and what a run finds there of the
-kind was left by a killed one.
+The work happens in `.NAME.ortolan-partial-PID` beside the target, which is renamed at the end.
+`.NAME.lock` is held meanwhile: a second run to the same target is refused, and what a run finds
+there of the kind was left by a killed one.
 """
 
 from __future__ import annotations
@@ -10,36 +10,41 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from ortolan.errors import BundleError
 
+_PARTIAL = ".ortolan-partial-"
+_OLD = ".ortolan-old-"
+
 
 @contextlib.contextmanager
-def published_folder(target: Path, *, force: bool) -> Iterator[Path]:
+def published_folder(target: Path, *, force: bool, replaceable: Collection[str]) -> Iterator[Path]:
     """Yield an empty folder to fill; on success it becomes `target`, on any failure it vanishes.
 
-    With `force` an existing target is moved away first and deleted last. Raises BundleError if the
-    target exists without `force`, is being written by another run, cannot be written, or the disk
-    is full.
+    With `force` an existing target is moved away first and deleted last, if it holds nothing but
+    entries of these names: whatever else lies there is somebody's. Raises BundleError if the
+    target exists and may not be replaced, is being written by another run, cannot be written, or
+    the disk is full.
     """
-    target = Path(os.path.abspath(target))  # noqa: PTH100  resolve() would follow a symlink
     try:
+        target = Path(os.path.abspath(target))  # noqa: PTH100  resolve() would follow a symlink
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target):
             _restore_or_remove_stale(target)
-            _check_free(target, force)
-            folder = target.parent / f".{target.name}.partial-{os.getpid()}"
+            _check_free(target, force, replaceable)
+            folder = target.parent / f".{target.name}{_PARTIAL}{os.getpid()}"
             try:
                 folder.mkdir()
                 yield folder
                 _sync(folder)
-                _check_free(target, force)  # the work took a while
+                _check_free(target, force, replaceable)  # the work took a while
                 _swap(folder, target)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)  # gone already when all went well
@@ -70,14 +75,14 @@ def _locked(target: Path) -> Iterator[None]:
         lock.release()
 
 
-def _check_free(target: Path, force: bool) -> None:
+def _check_free(target: Path, force: bool, replaceable: Collection[str]) -> None:
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise BundleError(f"{target}: exists and is not a folder; choose another name")
     if target.exists() and any(target.iterdir()):
-        if not (target / "manifest.json").is_file():
+        if foreign := sorted({path.name for path in target.iterdir()} - set(replaceable)):
             raise BundleError(
-                f"{target}: holds files but no manifest.json, so it is not a bundle and will not "
-                "be replaced; choose another name"
+                f"{target}: holds {foreign[0]!r}, which is no part of a bundle, so the folder will "
+                "not be replaced; choose another name"
             )
         if not force:
             raise BundleError(f"{target}: exists already; add --force to replace it")
@@ -87,7 +92,7 @@ def _swap(folder: Path, target: Path) -> None:
     if not target.exists():
         folder.rename(target)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent))
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}{_OLD}", dir=target.parent))
     try:
         target.rename(old / target.name)
         folder.rename(target)
@@ -106,11 +111,16 @@ def _restore(old: Path, target: Path) -> None:
 
 
 def _restore_or_remove_stale(target: Path) -> None:
-    """Clear up after killed runs: their partial folders, and a target they had moved away."""
+    """Clear up after killed runs: their partial folders, and a target they had moved away.
+
+    Only what has exactly the form that a run gives it: a neighbour may look alike.
+    """
+    partial = re.compile(re.escape(f".{target.name}{_PARTIAL}") + r"(report-[a-z0-9_]{8}|\d+)")
+    old = re.compile(re.escape(f".{target.name}{_OLD}") + r"[a-z0-9_]{8}")
     for path in sorted(target.parent.iterdir()):
-        if path.name.startswith(f".{target.name}.partial-"):
+        if partial.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-        elif path.name.startswith(f".{target.name}.old-"):
+        elif old.fullmatch(path.name) and {item.name for item in path.iterdir()} <= {target.name}:
             _restore(path, target)
 
 

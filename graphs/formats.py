@@ -125,9 +125,6 @@ class LayerPlan:
     gate_up: tuple[Projection, ...]
     down: Projection
 
-    def projections(self) -> tuple[Projection, ...]:
-        return (*self.qkv, self.attention_out, *self.gate_up, self.down)
-
 
 def plan_layer(config: ModelConfig, formats: Formats, layer: int) -> LayerPlan:
     """How that layer's projections are stored, given the formats of its weights."""

@@ -23,6 +23,8 @@ SCHEMA_MAJOR = 1
 SCHEMA_MINOR = 1  # 1: what weights were rounded from, and typed accuracy reports
 MANIFEST_NAME = "manifest.json"
 WEIGHTS_NAME = "weights.bin"
+PACKED_NAME = ".packed"  # the runtime's cache of packed weights
+TEXT_NAMES = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
 _HASH_CHUNK = 1 << 20
 
 

@@ -24,7 +24,10 @@ class Bundle:
     @classmethod
     def open(cls, path: str | Path) -> Bundle:
         """Raises BundleError naming the file that is missing, damaged, or of another version."""
-        folder = Path(path)
+        try:
+            folder = Path(path).absolute()  # the process may change its folder later
+        except OSError as exc:
+            raise BundleError(f"{path}: the current folder is gone ({exc.strerror})") from exc
         manifest = Manifest.read(folder)
         bundle = cls(folder, manifest)
         for name in (*(f"{graph}.onnx" for graph in GRAPH_NAMES), WEIGHTS_NAME):

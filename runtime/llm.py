@@ -70,7 +70,7 @@ class LLM:
 
         Raises RequestError before the first event for a prompt or setting that cannot be served.
         """
-        return self._stream(self.encode(prompt), params or SamplingParams())
+        return self._stream(self.encode(prompt), params or SamplingParams(), continues=True)
 
     def stream_chat(
         self, messages: Messages, params: SamplingParams | None = None
@@ -79,7 +79,7 @@ class LLM:
 
         KV that an earlier prompt left is reused as far as this one begins alike.
         """
-        return self._stream(self.encode_chat(messages), params or SamplingParams())
+        return self._stream(self.encode_chat(messages), params or SamplingParams(), continues=False)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
@@ -129,7 +129,9 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[TokenEvent]:
+    def _stream(
+        self, ids: list[int], params: SamplingParams, *, continues: bool
+    ) -> Iterator[TokenEvent]:
         engine = self._running()
         if params.stop and isinstance(self.tokenizer, NoTokenizer):
             raise no_text()
@@ -138,11 +140,13 @@ class LLM:
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= frozenset(self.tokenizer.eos_ids)
-        return self._events(engine.stream(request, ends), request)
+        detokenizer = Detokenizer(self.tokenizer, continues=continues)
+        return self._events(engine.stream(request, ends), request, detokenizer)
 
-    def _events(self, steps: Iterator[Step], request: Request) -> Iterator[TokenEvent]:
+    def _events(
+        self, steps: Iterator[Step], request: Request, detokenizer: Detokenizer
+    ) -> Iterator[TokenEvent]:
         """Tokens to text: hold back what may be half a character or the start of a stop string."""
-        detokenizer = Detokenizer(self.tokenizer)
         matcher = StopMatcher(request.params.stop)
         produced = 0
         try:

@@ -149,7 +149,7 @@ def _workplace(bundle: Path) -> Iterator[Path]:
     """A folder that the next export to this target removes if we are killed."""
     parent = bundle.absolute().parent
     with tempfile.TemporaryDirectory(
-        prefix=f".{bundle.name}.partial-report-",
+        prefix=f".{bundle.name}.ortolan-partial-report-",
         dir=parent if os.access(parent, os.W_OK) else None,
         ignore_cleanup_errors=True,  # Windows keeps files that are mapped
     ) as folder:

@@ -12,13 +12,13 @@ from ortolan.errors import EngineError, RequestError, UsageError
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.kv_cache import KvCache
 from ortolan.runtime.engine.model import FloatArray, Model
-from ortolan.runtime.engine.packed import packed_graphs
+from ortolan.runtime.engine.packed import discard, packed_graphs
 from ortolan.runtime.engine.sampler import Sampled, Sampler
 from ortolan.runtime.engine.sampler_row import SamplerRow
-from ortolan.runtime.engine.sessions import open_sessions
+from ortolan.runtime.engine.sessions import SessionSet, open_sessions
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.params import EngineConfig, FinishReason, Request
-from ortolan.runtime.providers import find_provider
+from ortolan.runtime.providers import Provider, find_provider
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,9 @@ class Engine:
         model_config = bundle.manifest.model
         self.context = _context(config, model_config.max_context)
         _check(config)
-        self.threads = use_threads(config.threads)
+        use_threads(config.threads)
         provider = find_provider(config.provider, ort)
-        packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
-        sessions = open_sessions(bundle, provider, config.accuracy, packed)
+        sessions = _open_sessions(bundle, provider, config)
         # At accuracy level 1 a single row must not decode alone (rule 1d).
         min_rows = 2 if config.accuracy == "exact" else 1
         capacity = self.context + self.context % 2  # even, as padded chunks are
@@ -83,7 +82,13 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises RequestError for a request that can never run."""
-        ids, vocab_size = request.prompt_ids, self._model.config.vocab_size
+        self._check_prompt(request.prompt_ids)
+        request.params.check_against_model(self._model.config.vocab_size)
+        if request.params.n > 1:
+            raise RequestError(f"n is {request.params.n}; only 1 is supported")
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        vocab_size = self._model.config.vocab_size
         if not ids:
             raise RequestError("the prompt is empty; give at least one token")
         for token_id in ids:
@@ -94,11 +99,8 @@ class Engine:
                 )
         if len(ids) > self.context:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens; the context holds {self.context}"
+                f"the prompt has {len(ids)} tokens; the context holds {self.context}; shorten it"
             )
-        request.params.check_against_model(vocab_size)
-        if request.params.n > 1:
-            raise RequestError(f"n is {request.params.n}; only 1 is supported")
 
     def stream(self, request: Request, end_ids: frozenset[int]) -> Iterator[Step]:
         """Generate until one of `end_ids`, max_tokens or the end of the context.
@@ -136,6 +138,7 @@ class Engine:
     def logits(self, token_ids: Sequence[int], positions: Sequence[int] | None) -> FloatArray:
         """Logits float32 [n, vocab] after each of `positions` (by default all), by prefill."""
         ids = list(token_ids)
+        self._check_prompt(ids)
         wanted = list(range(len(ids))) if positions is None else list(positions)
         if any(not 0 <= position < len(ids) for position in wanted):
             raise RequestError(f"positions must be from 0 to {len(ids) - 1}")
@@ -178,9 +181,23 @@ class Engine:
             chunk = ids[start : start + size]
             logits = self._model.prefill(slot, [chunk], [start], [[size - 1]])
             start += size
-            self._prefilled[slot] = ids[:start]
+            if size > 1:  # a single row has other bits, which only its own prompt may read
+                self._prefilled[slot] = ids[:start]
         last: FloatArray = logits[0]
         return last
+
+
+def _open_sessions(bundle: Bundle, provider: Provider, config: EngineConfig) -> SessionSet:
+    """Sessions from the packed cache, made anew where it turns out to be damaged."""
+    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
+    try:
+        return open_sessions(bundle, provider, config.accuracy, packed)
+    except EngineError:
+        if packed is None:
+            raise
+        discard(packed)
+    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
+    return open_sessions(bundle, provider, config.accuracy, packed)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -17,13 +17,14 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnxruntime as ort
 
 from ortolan.errors import EngineError
 from ortolan.graphs.contract import DECODE
-from ortolan.graphs.manifest import WEIGHTS_NAME
+from ortolan.graphs.manifest import PACKED_NAME, WEIGHTS_NAME
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.accuracy import Accuracy
 from ortolan.runtime.engine.sessions import (
@@ -38,8 +39,8 @@ from ortolan.runtime.providers import Provider, find_provider
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = ".packed"
 _DATA_NAME = "weights.packed"
+_SIZES_NAME = "sizes.json"  # of every other file in the entry
 _KEEP = 4  # entries of one bundle; another version of ONNX Runtime adds one, and so does accuracy
 _ABANDONED_S = 3600.0  # a build that old was killed
 _LAYOUT = 1  # part of the key: raise it when what an entry holds changes
@@ -61,6 +62,8 @@ def packed_graphs(
     homes = _homes(bundle, cache_dir)
     for home in homes:
         if _complete(home / key, graphs):
+            with contextlib.suppress(OSError):
+                _remove_abandoned(home)
             return _paths(home / key, graphs)
     for home in homes:
         try:
@@ -109,7 +112,7 @@ def _homes(bundle: Bundle, cache_dir: str | None) -> list[Path]:
     name = bundle.manifest.files[WEIGHTS_NAME].sha256[:24]
     if cache_dir is not None:
         return [Path(cache_dir) / name]
-    return [bundle.path / _FOLDER, _user_cache() / name]
+    return [bundle.path / PACKED_NAME, _user_cache() / name]
 
 
 def _user_cache() -> Path:
@@ -131,7 +134,23 @@ def _paths(entry: Path, graphs: tuple[str, ...]) -> dict[str, Path]:
 
 
 def _complete(entry: Path, graphs: tuple[str, ...]) -> bool:
-    return entry.is_dir() and all(path.exists() for path in _paths(entry, graphs).values())
+    """Whether the entry holds all that was built, at its full size, and may be read."""
+    try:
+        sizes = json.loads((entry / _SIZES_NAME).read_bytes())
+        files = {entry / name for name in sizes}
+        whole = all((entry / name).stat().st_size == size for name, size in sizes.items())
+        paths = set(_paths(entry, graphs).values())
+        return whole and paths <= files and all(os.access(file, os.R_OK) for file in files)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def discard(packed: Mapping[str, Path]) -> None:
+    """Remove the entry that these graphs are in: it was found to be damaged."""
+    path = next(iter(packed.values()))
+    entry = next(folder for folder in path.parents if (folder / _SIZES_NAME).exists())
+    logger.warning("packed cache is damaged and made anew", extra={"folder": str(entry)})
+    shutil.rmtree(entry, ignore_errors=True)
 
 
 def _build(
@@ -143,8 +162,9 @@ def _build(
     key: str,
 ) -> None:
     home.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f"{key}.building-", dir=home))
+    building = home / f"{key}.building-{os.getpid()}-{time.time_ns()}"
     try:
+        building.mkdir()
         # Damage found later would have been baked into every entry made from it.
         bundle.check_hash(WEIGHTS_NAME)
         for graph in graphs:
@@ -154,8 +174,10 @@ def _build(
                 bundle, graph, provider, accuracy, save_to=save_to, data_name=_DATA_NAME
             )
         _share_weights(building, graphs)
-        building.chmod(0o755)
-        with contextlib.suppress(OSError):
+        _write_sizes(building)
+        if (home / key).exists() and not _complete(home / key, graphs):
+            shutil.rmtree(home / key, ignore_errors=True)  # damaged, and in the way
+        with contextlib.suppress(OSError):  # another process was first
             building.rename(home / key)
         if not _complete(home / key, graphs):
             raise EngineError(f"{home / key}: the packed cache could not be put in place")
@@ -178,17 +200,27 @@ def _share_weights(building: Path, graphs: tuple[str, ...]) -> None:
             logger.warning("packed weights differ between graphs", extra={"graph": graph})
 
 
+def _write_sizes(building: Path) -> None:
+    files = [path for path in sorted(building.rglob("*")) if path.is_file()]
+    sizes = {path.relative_to(building).as_posix(): path.stat().st_size for path in files}
+    (building / _SIZES_NAME).write_text(json.dumps(sizes), encoding="utf-8")
+
+
+def _remove_abandoned(home: Path) -> None:
+    """Remove what killed builds have left."""
+    for folder in home.glob("*.building-*"):
+        if time.time() - folder.stat().st_mtime > _ABANDONED_S:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _prune(home: Path, keep: str) -> None:
     """Remove abandoned builds and the oldest entries. A mapped file lives on until unmapped."""
-    now = time.time()
-    entries = []
-    for folder in home.iterdir():
-        with contextlib.suppress(OSError):
-            modified = folder.stat().st_mtime
-            if ".building-" in folder.name:
-                if now - modified > _ABANDONED_S:
-                    shutil.rmtree(folder, ignore_errors=True)
-            elif folder.name != keep:
-                entries.append((modified, folder))
-    for _, folder in sorted(entries, reverse=True)[_KEEP - 1 :]:
-        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _remove_abandoned(home)
+        entries = [
+            (folder.stat().st_mtime, folder)
+            for folder in home.iterdir()
+            if folder.name != keep and ".building-" not in folder.name
+        ]
+        for _, folder in sorted(entries, reverse=True)[_KEEP - 1 :]:
+            shutil.rmtree(folder, ignore_errors=True)

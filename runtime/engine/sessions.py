@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnxruntime as ort
 
-from ortolan.errors import EngineError
-from ortolan.graphs.contract import DECODE, PREFILL, PREFILL_RAGGED, SAMPLE
+from ortolan.errors import BundleError, EngineError
+from ortolan.graphs.contract import (
+    DECODE,
+    PREFILL,
+    PREFILL_RAGGED,
+    SAMPLE,
+    decoder_contract,
+)
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.accuracy import LEVELS, Accuracy, with_accuracy
 from ortolan.runtime.providers import Provider
-
-logger = logging.getLogger(__name__)
 
 _ERRORS_ONLY = 3  # ONNX Runtime's log severity; its warnings are about our own choices
 
@@ -111,5 +114,28 @@ def open_sessions(
         )
     else:
         decode, prefill = (open_packed_graph(packed[graph], provider) for graph in (DECODE, name))
+    for graph, session in ((DECODE, decode), (name, prefill)):
+        _check_contract(bundle, graph, session)
     sample = open_source_graph(bundle, SAMPLE, provider, accuracy)
     return SessionSet(decode, prefill, sample, ragged=name == PREFILL_RAGGED)
+
+
+def _check_contract(bundle: Bundle, graph: str, session: ort.InferenceSession) -> None:
+    """Raises BundleError if the graph does not take what the manifest's model calls for."""
+    model = bundle.manifest.model
+    contract = decoder_contract(
+        graph,
+        vocab_size=model.vocab_size,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+    )
+    found = {value.name: list(value.shape) for value in session.get_inputs()}
+    found |= {value.name: list(value.shape) for value in session.get_outputs()}
+    wanted = {spec.name: list(spec.shape) for spec in (*contract.inputs, *contract.outputs)}
+    for name in sorted(wanted.keys() | found.keys()):
+        if found.get(name) != wanted.get(name):
+            raise BundleError(
+                f"{bundle.graph_path(graph)}: {name} is {found.get(name, 'missing')}, the model in "
+                f"manifest.json calls for {wanted.get(name, 'none')}; export the bundle again"
+            )

@@ -30,7 +30,13 @@ def use_threads(threads: int | None) -> int:
         if _size is None:
             wanted = threads or usable_cores()
             # Graphs run node after node, so the pool between nodes has nothing to do.
-            ort.set_global_thread_pool_sizes(wanted, 1)
+            try:
+                ort.set_global_thread_pool_sizes(wanted, 1)
+            except Exception as exc:  # ONNX Runtime's own classes derive from Exception
+                raise EngineError(
+                    "this process has set up ONNX Runtime's global thread pool itself, which can "
+                    "be done once; load Ortolan first, or in a process of its own"
+                ) from exc
             _size = wanted
         elif threads is not None and threads != _size:
             raise EngineError(

@@ -54,7 +54,8 @@ def run_fake() -> Iterator[RunFake]:
     """Starts the command line with a fake model in a process of its own.
 
     `env` is laid over the environment; None removes a variable. FAKE_PIECES and FAKE_DELAY_S
-    say how long an answer is. Standard streams are pipes unless given.
+    say how long an answer is, FAKE_CONTEXT the most messages that fit. Standard streams are
+    pipes unless given.
     """
     started: list[subprocess.Popen[bytes]] = []
 

@@ -103,5 +103,6 @@ if __name__ == "__main__":
         [f"wörd{number} " for number in range(pieces)],
         delay_s=float(os.environ.get("FAKE_DELAY_S", "0")),
     )
+    fake.context = int(os.environ.get("FAKE_CONTEXT", fake.context))
     ortolan.load = fake.load  # type: ignore[assignment]  # a stand-in
     main()

@@ -212,6 +212,24 @@ def test_interrupt_at_the_prompt_hints_then_leaves(terminal: Callable[..., Termi
 
 
 @on_terminal
+def test_error_at_the_prompt_does_not_end_the_conversation(
+    terminal: Callable[..., Terminal],
+) -> None:
+    """A person may clear a full context and go on; only a script ends there."""
+    chat = terminal("chat", "b", FAKE_CONTEXT="2")
+    for line in ("one\n", "two\n"):
+        chat.wait_for("> ")
+        chat.type(line)
+    chat.wait_for("error: the prompt has 3 messages; /clear starts a new conversation")
+    chat.wait_for("> ")
+    chat.type("/clear\n")
+    chat.wait_for("new conversation")
+    chat.wait_for("> ")
+    chat.type("three\n")
+    chat.wait_for("tokens generated")
+
+
+@on_terminal
 def test_end_of_input_at_the_prompt_leaves(terminal: Callable[..., Terminal]) -> None:
     """Ctrl-D is what people type."""
     chat = terminal("chat", "b")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 import ortolan
 from ortolan import LLM, SamplingParams
-from ortolan.errors import EngineError, RequestError, TemplateError, UsageError
+from ortolan.errors import BundleError, EngineError, RequestError, TemplateError, UsageError
 
 CONTEXT = 256
 QUESTION = [{"role": "user", "content": "Name three colours."}]
@@ -174,6 +176,46 @@ def test_impossible_request_is_refused_at_once(
     """Before the first event, and with the numbers that explain it (llama.cpp#17284)."""
     with pytest.raises(RequestError, match=said):
         llm.stream(prompt, SamplingParams(**params))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ids", [[], [5, 49152], [5, -1], [5, 2**62], [1] * (CONTEXT + 1)])
+def test_logits_of_impossible_ids_are_refused(llm: LLM, ids: list[int]) -> None:
+    """Numbers for a token that does not exist would look like any others."""
+    with pytest.raises(RequestError):
+        llm.logits(ids)
+
+
+def test_bundle_given_by_a_relative_path_survives_a_change_of_folder(
+    smollm2_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Services change their folder; files that are read later must still be found."""
+    monkeypatch.chdir(smollm2_bundle.parent)
+    with ortolan.load(smollm2_bundle.name, max_context=CONTEXT, max_slots=1) as llm:
+        monkeypatch.chdir(tmp_path)
+        assert llm.encode_chat(QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_layers": 29}, r"past_key_values\.29\.key is"),
+        ({"num_layers": 31}, r"past_key_values\.30\.key is missing"),
+        ({"vocab_size": 60000}, "logits is"),
+        ({"head_dim": 32}, "past_key_values"),
+    ],
+)
+def test_manifest_that_contradicts_the_graphs_is_refused(
+    smollm2_bundle: Path, tmp_path: Path, change: dict[str, int], said: str
+) -> None:
+    """Buffers of the wrong shape would be read past their end, or fail without a reason."""
+    manifest = json.loads((smollm2_bundle / "manifest.json").read_text())
+    manifest["model"] |= change
+    for file in smollm2_bundle.iterdir():
+        if file.is_file() and file.name != "manifest.json":
+            os.link(file, tmp_path / file.name)
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match=said):
+        ortolan.load(tmp_path, max_context=CONTEXT, max_slots=1)
 
 
 def test_roles_that_the_template_rejects_are_the_callers_error(llm: LLM) -> None:

@@ -20,6 +20,7 @@ from ortolan.export import publish
 from ortolan.export.exporter import ExportOptions, export_bundle
 from ortolan.export.publish import published_folder
 
+NAMES = ("manifest.json", "decode.onnx")
 AWKWARD_NAMES = ["plain", "two words", "grün-模型", "[x]*?", ".hidden", "-dash", "a.partial-b"]
 
 
@@ -33,7 +34,7 @@ def write_bundle(folder: Path, text: str) -> None:
 
 
 def publish_to(target: Path, text: str = "new", *, force: bool = False) -> None:
-    with published_folder(target, force=force) as folder:
+    with published_folder(target, force=force, replaceable=NAMES) as folder:
         write_bundle(folder, text)
 
 
@@ -60,7 +61,7 @@ def test_a_folder_appears_when_it_is_complete(tmp_path: Path, name: str) -> None
     """Whatever the target is called; --force replaces it just so."""
     target = tmp_path / name
     for text in ("first", "second"):
-        with published_folder(target, force=True) as folder:
+        with published_folder(target, force=True, replaceable=NAMES) as folder:
             assert folder.parent == tmp_path
             assert not target.exists() or (target / "decode.onnx").read_text() == "first"
             write_bundle(folder, text)
@@ -81,7 +82,7 @@ def test_an_error_leaves_nothing_new_and_all_that_was_old(
         write_bundle(target, "old")
 
     def stop_half_way() -> None:
-        with published_folder(target, force=True) as folder:
+        with published_folder(target, force=True, replaceable=NAMES) as folder:
             write_bundle(folder, "new")
             raise error("stop")
 
@@ -150,7 +151,7 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None
     target = tmp_path / "bundle"
 
     def publish_slowly() -> None:
-        with published_folder(target, force=False) as folder:
+        with published_folder(target, force=False, replaceable=NAMES) as folder:
             write_bundle(folder, "new")
             target.mkdir()
             write_bundle(target, "old")
@@ -163,11 +164,11 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None
 def test_a_second_export_to_the_same_target_is_refused(tmp_path: Path) -> None:
     """It would otherwise take the first one's folder for a dead run's, and remove it."""
     target = tmp_path / "bundle"
-    with published_folder(target, force=False) as folder:
+    with published_folder(target, force=False, replaceable=NAMES) as folder:
         write_bundle(folder, "first")
         with pytest.raises(BundleError, match="another export"):
             publish_to(target, force=True)
-        with published_folder(tmp_path / "other", force=False) as other:
+        with published_folder(tmp_path / "other", force=False, replaceable=NAMES) as other:
             write_bundle(other, "other")
     assert names(tmp_path) == ["bundle", "other"]
     assert (target / "decode.onnx").read_text() == "first"
@@ -178,7 +179,7 @@ def test_a_relative_path_is_taken_from_where_the_run_began(
 ) -> None:
     """And missing folders above it are made."""
     monkeypatch.chdir(tmp_path)
-    with published_folder(Path("new/../a/b/bundle"), force=False) as folder:
+    with published_folder(Path("new/../a/b/bundle"), force=False, replaceable=NAMES) as folder:
         write_bundle(folder, "new")
         monkeypatch.chdir("/")
     assert names(tmp_path / "a/b") == ["bundle"]
@@ -236,7 +237,8 @@ if where == "between renames":
     Path.rename = watched
 if where == "sync":
     publish._sync = lambda folder: say_and_wait("ready")
-with publish.published_folder(target, force=True) as folder:
+names = ("manifest.json", "decode.onnx")
+with publish.published_folder(target, force=True, replaceable=names) as folder:
     (folder / "manifest.json").write_text("new")
     (folder / "decode.onnx").write_text("new")
     if where == "writing":
@@ -284,7 +286,7 @@ def test_after_kill_9_the_next_run_clears_up_and_the_old_bundle_is_there(
 ) -> None:
     """Nothing can run in the killed process; the next one finds and mends what it left."""
     finish(start(FILL_AND_WAIT, where, str(old)), kill=True)
-    assert any(".partial-" in name for name in names(old.parent))
+    assert any(".ortolan-partial-" in name for name in names(old.parent))
     with pytest.raises(BundleError, match="--force"):
         publish_to(old, force=False)
     assert_only_old_is_left(old)
@@ -295,10 +297,21 @@ def test_after_kill_9_of_an_export_the_next_one_succeeds(tiny_gguf: Path, tmp_pa
     target = tmp_path / "my [bundle]"
     finish(start(EXPORT_AND_WAIT, str(tiny_gguf), str(target)), kill=True)
     (partial,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    assert partial.name.startswith(".my [bundle].partial-")
+    assert partial.name.startswith(".my [bundle].ortolan-partial-")
     assert (partial / "weights.bin").exists()
     export_bundle(str(tiny_gguf), target, ExportOptions())
     assert names(tmp_path) == ["my [bundle]"]
+
+
+def test_a_folder_with_something_of_somebodys_is_never_replaced(tmp_path: Path) -> None:
+    """A manifest.json does not make a folder a bundle."""
+    target = tmp_path / "mine"
+    target.mkdir()
+    (target / "manifest.json").write_text("{}")
+    (target / "thesis.txt").write_text("precious")
+    with pytest.raises(BundleError, match=r"thesis\.txt.*no part of a bundle"):
+        publish_to(target, force=True)
+    assert (target / "thesis.txt").read_text() == "precious"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT for one child")
@@ -325,11 +338,16 @@ def test_a_live_run_of_another_process_is_not_disturbed(tmp_path: Path, where: s
 
 def test_a_stale_folder_of_another_target_is_left_alone(tmp_path: Path) -> None:
     """`[x]` as a glob pattern would match `x`."""
-    for name in (".x.partial-1", ".[x]y.partial-1", ".x.old-1"):
+    for name in (".x.ortolan-partial-1", ".[x]y.ortolan-partial-1", ".[x].ortolan-old-backup"):
         (tmp_path / name).mkdir()
-    with published_folder(tmp_path / "[x]", force=False) as folder:
+    with published_folder(tmp_path / "[x]", force=False, replaceable=NAMES) as folder:
         write_bundle(folder, "new")
-    assert names(tmp_path) == [".[x]y.partial-1", ".x.old-1", ".x.partial-1", "[x]"]
+    assert names(tmp_path) == [
+        ".[x].ortolan-old-backup",
+        ".[x]y.ortolan-partial-1",
+        ".x.ortolan-partial-1",
+        "[x]",
+    ]
 
 
 LIMITED = """
@@ -388,7 +406,7 @@ def test_limits_of_the_system_give_one_sentence(tiny_gguf: Path, limit: str, wor
 def test_the_lock_is_released_with_the_folder(tmp_path: Path) -> None:
     """The same process exports again, many times, as a test suite does."""
     for _ in range(3):
-        with published_folder(tmp_path / "bundle", force=True) as folder:
+        with published_folder(tmp_path / "bundle", force=True, replaceable=NAMES) as folder:
             write_bundle(folder, "new")
     assert names(tmp_path) == ["bundle"]
     with publish._locked(tmp_path / "bundle"):

@@ -343,8 +343,8 @@ def make_dangling_symlink(target: Path) -> None:
     ("make", "force", "words"),
     [
         (make_bundle, False, "--force"),
-        (make_folder_of_files, False, "not a bundle"),
-        (make_folder_of_files, True, "not a bundle"),
+        (make_folder_of_files, False, "no part of a bundle"),
+        (make_folder_of_files, True, "no part of a bundle"),
         (make_file, False, "not a folder"),
         (make_file, True, "not a folder"),
         (make_symlink, True, "not a folder"),
@@ -380,8 +380,9 @@ def test_an_empty_folder_is_a_free_target(tiny_gguf: Path, tmp_path: Path) -> No
 def test_force_replaces_a_bundle_and_leaves_nothing_of_it(tiny_gguf: Path, tmp_path: Path) -> None:
     """A graph of the old one beside weights of the new one would be a half bundle."""
     make_bundle(tmp_path / "bundle")
-    (tmp_path / "bundle/extra.bin").write_text("old")
+    packed = tmp_path / "bundle" / ".packed" / "key"
+    packed.mkdir(parents=True)
     export_bundle(str(tiny_gguf), tmp_path / "bundle", ExportOptions(force=True))
-    assert not (tmp_path / "bundle/extra.bin").exists()
+    assert not packed.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
     shutil.rmtree(tmp_path / "bundle")

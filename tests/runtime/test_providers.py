@@ -48,6 +48,18 @@ def test_second_thread_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         thread_pool.use_threads(0)
 
 
+def test_pool_that_others_have_set_up_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that uses ONNX Runtime itself must learn why, not see a status code."""
+
+    def taken(*sizes: int) -> None:
+        raise RuntimeError("Global thread pools have already been created, cannot replace them")
+
+    monkeypatch.setattr(thread_pool, "_size", None)
+    monkeypatch.setattr("onnxruntime.set_global_thread_pool_sizes", taken)
+    with pytest.raises(EngineError, match=r"global thread pool itself.*load Ortolan first"):
+        thread_pool.use_threads(2)
+
+
 def test_usable_cores_respect_the_containers_quota(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

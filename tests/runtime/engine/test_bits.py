@@ -140,6 +140,16 @@ def test_reused_prefix_gives_the_same_answer(llm: LLM, ids: list[int]) -> None:
     assert answer([*ids, *other[:40]]) == (longer, 0)
 
 
+def test_prompt_of_one_token_leaves_nothing_to_reuse(llm: LLM, ids: list[int]) -> None:
+    """Its KV was computed by a single row, to other bits (rule 1a)."""
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=2)
+    llm._running()._prefilled.clear()
+    fresh = list(llm.stream(ids[:5], params))
+    llm._running()._prefilled.clear()
+    list(llm.stream(ids[:1], params))
+    assert list(llm.stream(ids[:5], params)) == fresh
+
+
 def test_decoding_agrees_with_recomputing(llm: LLM, ids: list[int]) -> None:
     """KV that decode wrote is the KV of the same tokens read as a prompt, within rounding."""
     engine = llm._running()

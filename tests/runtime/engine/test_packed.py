@@ -16,9 +16,11 @@ from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine import packed
 from ortolan.runtime.engine.packed import packed_graphs
 from ortolan.runtime.engine.thread_pool import use_threads
+from ortolan.runtime.llm import LLM
+from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.providers import Provider, find_provider
 
-NAMES = ["decode.onnx", "prefill_ragged.onnx", "weights.packed"]
+NAMES = ["decode.onnx", "prefill_ragged.onnx", "sizes.json", "weights.packed"]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,35 @@ def test_damaged_weights_are_never_packed(bundle: Bundle, provider: Provider) ->
         packed_graphs(bundle, provider, "default", None)
 
 
+@pytest.mark.parametrize("name", ["weights.packed", "decode.onnx", "sizes.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut short"])
+def test_damaged_entry_is_made_anew(
+    bundle: Bundle, provider: Provider, name: str, damage: str
+) -> None:
+    """A cache that cannot be used must not stop what it was to speed up."""
+    paths = packed_graphs(bundle, provider, "default", None)
+    assert paths is not None
+    file = paths["decode"].parent / name
+    whole = file.stat().st_size
+    if damage == "missing":
+        file.unlink()
+    else:
+        os.truncate(file, whole // 2)
+    assert packed_graphs(bundle, provider, "default", None) == paths
+    assert file.stat().st_size == whole
+
+
+def test_entry_that_does_not_load_is_made_anew(bundle: Bundle, provider: Provider) -> None:
+    """Of the right size and damaged: found when it is opened."""
+    paths = packed_graphs(bundle, provider, "default", None)
+    assert paths is not None
+    graph = paths["decode"]
+    graph.write_bytes(bytes(graph.stat().st_size))
+    with LLM(bundle, EngineConfig(max_slots=1, max_context=64)) as llm:
+        assert llm.logits([1, 2, 3]).shape == (3, 49152)
+    assert graph.read_bytes().strip(b"\0")
+
+
 def test_old_entries_and_abandoned_builds_are_pruned(
     bundle: Bundle, provider: Provider, tmp_path: Path
 ) -> None:
@@ -140,9 +171,8 @@ def test_old_entries_and_abandoned_builds_are_pruned(
     paths = packed_graphs(bundle, provider, "default", str(tmp_path))
     assert paths is not None
     kept = {folder.name for folder in home.iterdir()}
-    assert kept == {next(iter(paths.values())).parent.name, "old-0", "old-1", "old-2"} | {
-        "k.building-alive"
-    }
+    key = paths["decode"].parent.name
+    assert kept == {key, "old-0", "old-1", "old-2", "k.building-alive"}
 
 
 @pytest.mark.slow
