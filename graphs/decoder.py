@@ -144,7 +144,11 @@ class Decoder(nn.Module):
         x, present = self.model(op, ids, seqlens_k, total_sequence_length, query_seqlens, past)
         if logits_index is not None:
             # The vocabulary is the widest product: only the wanted rows take part in it.
-            index = op.Unsqueeze(op.Cast(logits_index, to=ir.DataType.INT64), [-1])
+            # A new last dimension by operators that need no constant: with one more initializer
+            # than decode, ONNX Runtime would order prefill's weights otherwise, and the packed
+            # files of the two could not be shared.
+            index = op.Cast(logits_index, to=ir.DataType.INT64)
+            index = op.ConcatFromSequence(op.SequenceConstruct(index), axis=-1, new_axis=1)
             x = op.GatherND(x, index, batch_dims=1)
         normed, _ = self.norm(op, x)
         if self.config.tie_embeddings:

@@ -18,7 +18,14 @@ from ortolan.cli.export import export
 from ortolan.cli.generate import generate
 from ortolan.cli.inspect import inspect
 from ortolan.cli.options import Settings, debug_option
-from ortolan.cli.output import one_line, speak_utf8
+from ortolan.cli.output import (
+    OutputError,
+    complain,
+    one_line,
+    open_standard_streams,
+    speak_utf8,
+    warnings_shown,
+)
 from ortolan.cli.verify import verify
 from ortolan.errors import OrtolanError
 
@@ -38,9 +45,10 @@ class Program(click.Group):
         self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
     ) -> NoReturn:
         """Run the command line and exit."""
+        open_standard_streams()
         speak_utf8()
         settings = Settings()
-        with _ending_signals_as_interrupts() as ended_by:
+        with warnings_shown(), _ending_signals_as_interrupts() as ended_by:
             status = self._run(args, prog_name, settings)
         sys.exit(128 + ended_by[0] if ended_by else status)
 
@@ -55,18 +63,22 @@ class Program(click.Group):
         except click.Abort:  # click's word for Ctrl-C
             return INTERRUPTED
         except click.exceptions.NoArgsIsHelpError as error:
-            click.echo(error.format_message(), err=True)
+            complain(error.format_message())
             return error.exit_code
         except click.ClickException as error:
             _say_error(_click_message(error))
             return error.exit_code
+        except OutputError as error:
+            _leave_output_unwritten()
+            _say_error(str(error))
+            return error.exit_status
         except OrtolanError as error:
             _show_traceback(settings)
             _say_error(str(error))
             return error.exit_status
         except BrokenPipeError:
-            # Nobody reads the output any more; the interpreter must not try once more at exit.
-            sys.stdout = sys.stderr = None
+            # Nobody reads the output any more.
+            _leave_output_unwritten()
             return 1
         except Exception as error:  # noqa: BLE001  (the last stop: nobody is shown a traceback)
             _show_traceback(settings)
@@ -77,12 +89,17 @@ class Program(click.Group):
 
 
 def _say_error(message: str) -> None:
-    print(f"error: {one_line(message)}", file=sys.stderr)
+    complain(f"error: {one_line(message)}")
+
+
+def _leave_output_unwritten() -> None:
+    # The interpreter would try once more at exit, and complain.
+    sys.stdout = None
 
 
 def _show_traceback(settings: Settings) -> None:
     if settings.debug:
-        traceback.print_exc()
+        complain(traceback.format_exc().rstrip())
 
 
 def _click_message(error: click.ClickException) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ortolan.cli.options import bundle_argument, debug_option, engine_options
+from ortolan.cli.options import bundle_argument, debug_option, engine_options, utf8
 from ortolan.cli.output import note, one_line, write
 from ortolan.cli.sampling import sampling_options
 from ortolan.errors import OrtolanError, RequestError
@@ -39,6 +39,8 @@ def chat(bundle: Path, system: str | None, params: SamplingParams, engine: dict[
     """
     import ortolan
 
+    if system is not None:
+        system = utf8(system, "--system")
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     with ortolan.load(bundle, **engine) as llm:
         if interactive:

@@ -131,7 +131,9 @@ def export(
         )
     else:
         write_accuracy(manifest)
-        following = f'ortolan generate {shlex.quote(str(bundle))} "..."'
+        name = str(bundle)
+        options_end = "-- " if name.startswith("-") else ""
+        following = f'ortolan generate {options_end}{shlex.quote(name)} "..."'
         write(f"{bundle}: {megabytes(size)} in {seconds:.1f} s; next: {following}\n")
 
 

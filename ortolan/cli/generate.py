@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ortolan.cli.options import bundle_argument, debug_option, engine_options, json_option
+from ortolan.cli.options import (
+    bundle_argument,
+    debug_option,
+    engine_options,
+    json_option,
+    utf8,
+)
 from ortolan.cli.output import note, write, write_json
 from ortolan.cli.sampling import sampling_options
 from ortolan.errors import RequestError, UsageError
@@ -44,7 +49,9 @@ def generate(
     """
     if system is not None and not chat:
         raise UsageError("--system has a meaning in a chat only; add --chat, or leave it out")
-    prompt = _read_prompt() if prompt == "-" else _utf8(prompt)
+    if system is not None:
+        system = utf8(system, "--system")
+    prompt = _read_prompt() if prompt == "-" else utf8(prompt, "PROMPT")
     if not prompt:
         raise UsageError("PROMPT is empty; give some text")
 
@@ -73,11 +80,3 @@ def _read_prompt() -> str:
             f"standard input is not UTF-8 at byte {error.start}; convert it to UTF-8"
         ) from error
     return text.removesuffix("\n").removesuffix("\r")
-
-
-def _utf8(argument: str) -> str:
-    """The argument's bytes read as UTF-8, whatever the locale made of them."""
-    try:
-        return os.fsencode(argument).decode("utf-8")
-    except UnicodeError as error:
-        raise RequestError("PROMPT is not UTF-8; convert it to UTF-8") from error

@@ -57,12 +57,12 @@ def _operators(
     bundle: Path, manifest: Manifest, engine: dict[str, Any]
 ) -> tuple[Operators, list[str]]:
     """Counts per graph, and a sentence for each package whose absence leaves some out."""
-    from ortolan.cli.summary import count_operators
+    from ortolan.cli.summary import count_operators, graph_file
 
     try:
         counts: Operators = {
-            name: {"before": count_operators(bundle / graph.file)}
-            for name, graph in manifest.graphs.items()
+            name: {"before": count_operators(graph_file(bundle, manifest, name))}
+            for name in manifest.graphs
         }
     except MissingDependencyError as error:
         return {}, [str(error)]
@@ -71,7 +71,7 @@ def _operators(
     except MissingDependencyError as error:
         return counts, [str(error)]
     for name, path in optimized.items():
-        counts[name]["after"] = count_operators(path)
+        counts.setdefault(name, {"before": {}})["after"] = count_operators(path)
     return counts, []
 
 

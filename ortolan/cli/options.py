@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import click
 
-from ortolan.errors import UsageError
+from ortolan.errors import RequestError, UsageError
 from ortolan.runtime.params import EngineConfig
+
+# More than machines have; ONNX Runtime would try to start any number.
+MAX_THREADS = 1024
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -39,6 +43,14 @@ def with_option_name(message: str, fields: Collection[str]) -> str:
     """The message, which may begin with the name of a field, with the option's name instead."""
     field, _, rest = message.partition(" ")
     return f"{option_name(field)} {rest}" if field in fields else message
+
+
+def utf8(argument: str, name: str) -> str:
+    """The argument's bytes read as UTF-8, whatever the locale made of them."""
+    try:
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeError as error:
+        raise RequestError(f"{name} is not UTF-8; convert it to UTF-8") from error
 
 
 def debug_option(command: Function) -> Function:
@@ -72,7 +84,7 @@ _ENGINE_OPTIONS = {
     "threads": click.option(
         "--threads",
         metavar="N",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, MAX_THREADS),
         default=default_of(EngineConfig, "threads"),
         help="Threads to compute with.  [default: the cores that this process may use]",
     ),

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import sys
-from collections.abc import Collection, Sequence
+import unicodedata
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from ortolan.errors import OrtolanError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_DIRECTIONS = frozenset(("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"))
 
 
 def speak_utf8() -> None:
@@ -25,6 +32,89 @@ def speak_utf8() -> None:
     ):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors=errors)
+
+
+def open_standard_streams() -> None:
+    """Put the null device where a standard stream is closed.
+
+    Otherwise the next file that is opened takes its number, and gets what is printed. A closed
+    standard output can be written to no more, as if it were full.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            mode = os.O_WRONLY if name == "stderr" else os.O_RDONLY
+            found = os.open(os.devnull, mode)
+            if found != number:
+                os.dup2(found, number)
+                os.close(found)
+            stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115  (a number, kept open)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)  # also keeps the file open
+    if type(sys.stdout) is io.TextIOWrapper:
+        sys.stdout = _Output(sys.stdout.buffer, line_buffering=sys.stdout.line_buffering)
+
+
+class OutputError(OrtolanError):
+    """Standard output is full or closed."""
+
+
+class _Output(io.TextIOWrapper):
+    """Standard output, whose errors can be told from those of other files."""
+
+    def write(self, text: str, /) -> int:
+        with _named_errors():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with _named_errors():
+            super().flush()
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # whoever read has read enough
+        raise
+    except OSError as error:
+        raise OutputError(
+            f"standard output cannot be written ({error.strerror}); send it where there is room"
+        ) from error
+
+
+@contextmanager
+def warnings_shown() -> Iterator[None]:
+    """Show the warnings that the library logs, each once, with their fields."""
+    logger, handler = logging.getLogger("ortolan"), _Warnings(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _Warnings(logging.Handler):
+    """`warning: message (field value, ...)` on standard error."""
+
+    _own = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self._shown: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields = [f"{k} {v}" for k, v in vars(record).items() if k not in self._own]
+        text = record.getMessage() + (f" ({', '.join(fields)})" if fields else "")
+        if text not in self._shown:
+            self._shown.add(text)
+            note(f"warning: {one_line(text)}")
+
+
+def complain(text: str) -> None:
+    """A line on standard error as it is; where that cannot be written, nobody is told."""
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def write(text: str) -> None:
@@ -45,8 +135,7 @@ def is_fancy(stream: TextIO) -> bool:
 
 def note(text: str) -> None:
     """A line beside the output proper: dim, on standard error."""
-    sys.stderr.write(f"\x1b[2m{text}\x1b[0m\n" if is_fancy(sys.stderr) else f"{text}\n")
-    sys.stderr.flush()
+    complain(f"\x1b[2m{text}\x1b[0m" if is_fancy(sys.stderr) else text)
 
 
 def console(stream: TextIO) -> Console:
@@ -78,15 +167,25 @@ def write_table(
         justify: Literal["left", "right"] = "right" if index in numbers else "left"
         table.add_column(name, justify=justify, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(visible, row))
     terminal = console(sys.stdout)
     terminal.print(table)
     terminal.print()
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks."""
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+    """The text without line breaks, fit for a terminal."""
+    return visible(" ".join(line.strip() for line in text.splitlines() if line.strip()))
+
+
+def visible(text: str) -> str:
+    """The text with what would steer a terminal escaped: control and direction characters."""
+    return "".join(
+        char.encode("unicode_escape").decode("ascii")
+        if unicodedata.category(char) == "Cc" or unicodedata.bidirectional(char) in _DIRECTIONS
+        else char
+        for char in text
+    )
 
 
 def megabytes(count: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ortolan.cli.options import default_of, option_name, with_option_name
+from ortolan.cli.options import default_of, option_name, utf8, with_option_name
 from ortolan.errors import RequestError, UsageError
 from ortolan.runtime.params import SamplingParams
 
@@ -55,7 +55,14 @@ def sampling_options(command: Function) -> Function:
     def gathered(**values: Any) -> Any:
         names = [item.name for item in dataclasses.fields(SamplingParams) if item.name in values]
         given = {name: values.pop(name) for name in names}
-        return command(params=sampling_params(given), **values)
+        try:
+            return command(params=sampling_params(given), **values)
+        except RequestError as error:
+            # What only the model could judge begins with the field's name too.
+            message = with_option_name(str(error), given)
+            if message == str(error):
+                raise
+            raise UsageError(message) from error
 
     options = [
         click.option(
@@ -88,6 +95,7 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
     command run twice says the same. Raises UsageError naming the option.
     """
     fields = {name: value for name, value in given.items() if value is not None}
+    fields["stop"] = [utf8(text, "--stop") for text in fields.get("stop", ())]
     if not any(name in fields for name in ("temperature", *_ASK_FOR_SAMPLING)):
         fields["temperature"] = 0.0
     pairs = fields.pop("logit_bias", ())
@@ -96,4 +104,5 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
     try:
         return SamplingParams(logit_bias=dict(pairs), **fields)
     except RequestError as error:
-        raise UsageError(with_option_name(str(error), given)) from error
+        message = str(error).removeprefix("a token id in ")
+        raise UsageError(with_option_name(message, given)) from error

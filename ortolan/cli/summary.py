@@ -5,14 +5,34 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from ortolan.errors import BundleError
-from ortolan.graphs.manifest import TensorEntry, WeightGroup
+from ortolan.graphs.manifest import Manifest, TensorEntry, WeightGroup
 from ortolan.optional import require
 
 _LAYER = re.compile(r"(.+?)\.(\d+)\.(.+)")
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a manifest's name can only mean a file in the bundle's own folder."""
+    return (
+        PurePosixPath(name).name == PureWindowsPath(name).name == name
+        and name not in ("", "..")
+        and "\0" not in name
+    )
+
+
+def graph_file(bundle: Path, manifest: Manifest, graph: str) -> Path:
+    """The file of a graph. Raises BundleError if it is not one of the bundle's files."""
+    name = manifest.graphs[graph].file
+    if not is_plain_name(name) or name not in manifest.files:
+        raise BundleError(
+            f"{bundle}: manifest.json says that the graph {graph} is in {name!r}, which is not "
+            "one of the bundle's files; export the bundle again"
+        )
+    return bundle / name
 
 
 def collapse_layers(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:

@@ -10,7 +10,7 @@ import click
 
 from ortolan.cli.accuracy_table import write_report
 from ortolan.cli.options import bundle_argument, debug_option, engine_options, json_option
-from ortolan.cli.output import write, write_json, write_table
+from ortolan.cli.output import visible, write, write_json, write_table
 from ortolan.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def verify(
     report: dict[str, Any] = {"files": len(manifest.files), "damage": damage}
     if not as_json:
         for sentence in damage:
-            write(f"{sentence}\n")
+            write(f"{visible(sentence)}\n")
         if not damage:
             write(f"{len(manifest.files)} files have the sizes and hashes of manifest.json\n")
     # A damaged bundle is not run: its results would only repeat what is known.
@@ -91,12 +91,19 @@ def verify(
 
 def damaged_files(bundle: Path, manifest: Manifest) -> list[str]:
     """A sentence for each file that is missing or not what manifest.json says."""
+    from ortolan.cli.summary import is_plain_name
     from ortolan.graphs.manifest import file_entry
 
     damage = []
     for name, expected in manifest.files.items():
+        if not is_plain_name(name):
+            damage.append(f"{bundle}: manifest.json lists {name!r}, which is no plain file name")
+            continue
         path = bundle / name
         try:
+            if not path.is_file() and path.exists():
+                damage.append(f"{path}: is no regular file")
+                continue
             found = file_entry(path)
         except FileNotFoundError:
             damage.append(f"{path}: missing")

@@ -182,7 +182,7 @@ def read_generation_config(file: Path) -> dict[str, Any]:
         config = json.loads(file.read_bytes())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"{file} is damaged ({error}); export the bundle again") from error
     if not isinstance(config, dict):
         raise BundleError(f"{file} holds no JSON object; export the bundle again")

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import ortolan
-from ortolan.cli import main
+from ortolan.cli.app import main
 from ortolan.graphs.manifest import (
     GraphEntry,
     Manifest,

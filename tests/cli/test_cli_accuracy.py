@@ -48,7 +48,7 @@ def rounded(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accuracy, "TEXTS", tuple((n, f, TOKENS) for n, f, _ in accuracy.TEXTS))
         done = CliRunner().invoke(
-            ortolan.cli.main, ["export", str(source), str(bundle), "--weights", "int4"]
+            ortolan.cli.app.main, ["export", str(source), str(bundle), "--weights", "int4"]
         )
     assert done.exit_code == 0, done.stderr
     assert "other scripts" in done.stdout

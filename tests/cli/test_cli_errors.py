@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+import ortolan.cli
 from ortolan.errors import BundleError
 
 Run = Callable[..., Result]
@@ -54,7 +56,9 @@ USAGE = [
     (["generate", "b", "x", "--logit-bias", "5=much"], "42=-5"),
     (["generate", "b", "x", "--logit-bias", "5=nan"], "--logit-bias of 5"),
     (["generate", "b", "x", "--logit-bias", "5=1", "--logit-bias", "5=2"], "twice"),
+    (["generate", "b", "x", "--logit-bias=-5=1"], "--logit-bias is -5"),
     (["generate", "b", "x", "--threads", "0"], "--threads"),
+    (["generate", "b", "x", "--threads", "99999999"], "1024"),
     (["generate", "b", "x", "--max-context", "0"], "--max-context"),
     (["generate", "b", "x", "--accuracy", "perfect"], "exact"),
     (["chat", "b", "--top-p", "7"], "--top-p"),
@@ -108,10 +112,11 @@ def test_bundle_that_cannot_be_opened(run: Run, tmp_path: Path, command: list[st
     ("options", "status", "parts"),
     [
         (["--provider", "cppu"], 1, ["'cppu'", "did you mean cpu?"]),
-        (["--logit-bias", "49152=1"], 1, ["49152", "49151"]),
+        (["--logit-bias", "49152=1"], 2, ["--logit-bias holds", "49152", "49151"]),
+        (["--top-k", "50000"], 2, ["--top-k is 50000"]),
         (["--max-context", "9999999"], 2, ["--max-context is 9999999"]),
     ],
-    ids=["provider", "logit-bias", "max-context"],
+    ids=["provider", "logit-bias", "top-k", "max-context"],
 )
 def test_option_that_only_the_runtime_can_judge(
     run_cli: RunCli, smollm2_bundle: Path, options: list[str], status: int, parts: list[str]
@@ -136,6 +141,91 @@ def test_standard_input_that_is_not_utf8(run: Run, fake: Any) -> None:
 def test_argument_that_is_not_utf8(run: Run, fake: Any) -> None:
     """Python hides foreign bytes in lone surrogates, which no tokenizer takes."""
     assert_one_sentence(run("generate", "bundle", "caf\udce9"), 1, "PROMPT is not UTF-8")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["generate", "b", "x", "--stop", "\udce9"],
+        ["generate", "b", "x", "--chat", "--system", "\udce9"],
+        ["chat", "b", "--system", "\udce9"],
+    ],
+    ids=" ".join,
+)
+def test_option_that_is_not_utf8(run: Run, fake: Any, args: list[str]) -> None:
+    """The option is named; the tokenizer would speak of a surrogate in the prompt."""
+    assert_one_sentence(run(*args), 1, f"{args[-2]} is not UTF-8")
+
+
+def test_error_cannot_steer_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template's words are anyone's; they must not clear the screen or hide what was said."""
+    monkeypatch.setattr("ortolan.load", failing(BundleError("a\x1b[2Jb\x9bc\u202ed é")))
+    done = run("generate", "bundle", "x")
+    assert done.stderr == "error: a\\x1b[2Jb\\x9bc\\u202ed é\n"
+
+
+def test_warnings_show_their_fields_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder and the reason are what a user can act on; once is enough."""
+
+    def load(*args: Any, **settings: Any) -> Any:
+        for _ in range(2):
+            logging.getLogger("ortolan.any").warning(
+                "not written", extra={"folder": "f", "reason": "full"}
+            )
+        raise BundleError("end")
+
+    monkeypatch.setattr("ortolan.load", load)
+    for _ in range(2):
+        done = run("generate", "bundle", "x")
+        assert done.stderr == "warning: not written (folder f, reason full)\nerror: end\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="shell redirections")
+@pytest.mark.parametrize(
+    ("command", "status", "out", "err"),
+    [
+        ("generate b x >&-", 1, "", "error: standard output cannot be written"),
+        ("--version >&-", 1, "", "error: standard output cannot be written"),
+        ("generate b x 2>&-", 0, "wörd", ""),
+        ("generate b '' 2>&-", 2, "", ""),
+        ("generate b - <&-", 2, "", "error: PROMPT is empty"),
+        ("chat b <&-", 0, "", ""),
+        ("generate b x >/dev/full", 1, "", "error: standard output cannot be written"),
+        ("--help >/dev/full", 1, "", "error: standard output cannot be written"),
+        ("generate b x 2>/dev/full", 0, "wörd", ""),
+        ("generate b '' 2>/dev/full", 2, "", ""),
+    ],
+)
+def test_standard_stream_that_is_closed_or_full(
+    command: str, status: int, out: str, err: str
+) -> None:
+    """A daemon's closed streams and a full disk are told in one sentence, where one can be."""
+    if "/dev/full" in command and not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    shell = f'"{sys.executable}" "{Path(__file__).with_name("fake_program.py")}" {command}'
+    done = subprocess.run(shell, shell=True, capture_output=True, encoding="utf-8", timeout=60)
+    assert done.returncode == status, done.stderr
+    assert done.stdout.startswith(out)
+    assert bool(done.stdout) == bool(out)
+    if "2>" not in command and out == "" and err:
+        assert done.stderr.startswith(err)
+        assert len(done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_interrupt_while_loading_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C right after Enter must not show where the imports were."""
+
+    class Interrupting:
+        def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+            if name == "ortolan.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "ortolan.cli.app")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        ortolan.cli.main()
+    assert ended.value.code == 130
 
 
 def test_error_with_line_breaks_stays_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,14 @@ def test_last_line_says_what_to_type_next(run: Run, exported: list[tuple[Any, ..
     assert done.stderr == ""
 
 
+def test_next_command_works_for_a_name_that_looks_like_an_option(
+    run: Run, exported: list[tuple[Any, ...]]
+) -> None:
+    """`ortolan export model.gguf -- -bundle` is allowed, so the next command must be too."""
+    done = run("export", "--", "model.gguf", "-bundle")
+    assert 'next: ortolan generate -- -bundle "..."' in done.stdout
+
+
 def test_options_left_out_are_the_fields_defaults(
     run: Run, exported: list[tuple[Any, ...]]
 ) -> None:

@@ -108,6 +108,41 @@ def test_file_that_is_no_graph_is_named(run: Run, tiny_bundle: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["/etc/passwd", "../decode.onnx", "unlisted.onnx", ".."])
+def test_graph_outside_the_bundle_is_not_opened(run: Run, tiny_bundle: Path, name: str) -> None:
+    """A manifest from anyone must not choose what is read."""
+    file = tiny_bundle / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["graphs"]["decode"]["file"] = name
+    file.write_text(json.dumps(manifest))
+    done = run("inspect", tiny_bundle)
+    assert done.exit_code == 1
+    assert "not one of the bundle's files" in done.stderr
+
+
+def test_graph_that_only_the_runtime_knows_is_shown(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tiny_bundle: Path
+) -> None:
+    """A manifest without graphs must not end in a KeyError."""
+    file = tiny_bundle / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "graphs": {}}))
+    graph = tiny_bundle / "graph.onnx"
+    onnx.save(helper.make_model(helper.make_graph([], "empty", [], [])), graph)
+    monkeypatch.setattr("ortolan.cli.inspect._optimized_graphs", lambda *_: {"decode": graph})
+    assert run("inspect", tiny_bundle).exit_code == 0
+
+
+def test_source_name_cannot_steer_the_terminal(run: Run, tiny_bundle: Path) -> None:
+    """The name came with the bundle, and may hold escape codes."""
+    file = tiny_bundle / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["source"]["name"] = "\x1b]0;title\x07"
+    file.write_text(json.dumps(manifest))
+    done = run("inspect", tiny_bundle, "--no-operators")
+    assert "\\x1b]0;title\\x07" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
 @pytest.mark.parametrize(("missing", "extra"), [("onnx", "export"), ("onnxruntime", "cpu")])
 def test_missing_package_leaves_the_rest(
     run: Run,

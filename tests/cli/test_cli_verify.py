@@ -93,6 +93,19 @@ def test_every_damaged_file_is_listed(run: Run, tiny_bundle: Path) -> None:
     assert (found["ok"], len(found["damage"])) == (False, 2)
 
 
+@pytest.mark.parametrize("name", ["/dev/zero", "../outside", "a/b", "a\0b", "..", "", "c:\\d"])
+def test_name_that_leaves_the_bundle_is_damage(run: Run, tiny_bundle: Path, name: str) -> None:
+    """A manifest from anyone must not choose what is read: /dev/zero never ends."""
+    file = tiny_bundle / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["files"][name] = manifest["files"]["weights.bin"]
+    file.write_text(json.dumps(manifest))
+    done = run("verify", tiny_bundle)
+    assert done.exit_code == 1
+    assert "no plain file name" in done.stderr
+    assert "\0" not in done.output
+
+
 def test_damaged_bundle_is_not_run(
     run: Run, fake: Any, tiny_bundle: Path, golden: Callable[..., Path]
 ) -> None:

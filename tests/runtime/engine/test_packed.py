@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import onnxruntime as ort
 import pytest
+from tiny_llama import write_tiny_gguf
 
 from ortolan.errors import BundleError
+from ortolan.export.exporter import ExportOptions, export_bundle
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine import packed
 from ortolan.runtime.engine.packed import packed_graphs
@@ -51,6 +54,20 @@ def test_both_graphs_share_one_weights_file(bundle: Bundle, provider: Provider) 
     (entry,) = entries(bundle.path / ".packed")
     assert {path.parent for path in paths.values()} == {entry}
     assert sorted(file.name for file in entry.iterdir()) == NAMES
+
+
+@pytest.mark.parametrize("attention", ["gqa", "onnx"])
+@pytest.mark.parametrize(("kind", "tied"), [("Q4_0", True), ("Q8_0", False), ("F32", True)])
+def test_other_formats_share_their_weights_too(
+    tmp_path: Path, provider: Provider, attention: Any, kind: str, tied: bool
+) -> None:
+    """One constant more in prefill than in decode was enough to change the order of all weights."""
+    types = {"*": kind, "*norm*": "F32"}
+    source = write_tiny_gguf(tmp_path / "tiny.gguf", types=types, tied=tied)
+    export_bundle(str(source), tmp_path / "bundle", ExportOptions(attention=attention))
+    paths = packed_graphs(Bundle.open(tmp_path / "bundle"), provider, "default", None)
+    assert paths is not None
+    assert len({path.parent for path in paths.values()}) == 1
 
 
 def test_entry_is_found_again_and_not_rebuilt(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,77 @@ def test_output_is_bounded(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sandbox, "MAX_OUTPUT_CHARS", 100)
     with pytest.raises(TemplateError, match="more than 100 characters"):
         rendered("{% for i in range(99) %}{{ 'xx' }}{% endfor %}", byte_level)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ f(40) }}",
+        "{{ ('a ' * 5000000) | urlize }}",
+        "{{ ('a ' * 5000000) | wordwrap(1) }}",
+        "{{ 7 ** (10 ** 7) }}",
+        "{% set n = namespace(x=7) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
+        "{% endfor %}",
+        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}"
+        "{% endfor %}",
+        "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}"
+        "{% endfor %}{{ n.x }}",
+        "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}"
+        "{% endfor %}{{ n.x | tojson }}",
+        "{% set x %}{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}{% endset %}",
+        "{{ ('a' * 9999999).replace('a', 'b' * 9999999) }}",
+        "{{ ('a' * 9999999) | replace('a', 'b' * 9999999) }}",
+        "{{ (['a' * 9999999] * 9999999) | join }}",
+        "{{ ''.join(['a' * 9999999] * 9999999) }}",
+        "{{ 'a'.center(9999999999) }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '%*d' % (9999999999, 1) }}",
+        "{{ '%9999999999d' | format(1) }}",
+        "{{ '{:9999999999}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 9999999999) }}",
+        "{{ 'a\\nb' | indent(9999999999) }}",
+        "{{ [1] | tojson(indent=9999999999) }}",
+        "{{ lipsum(n=99999999) }}",
+        "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "x" * 1000000,
+    ],
+    ids=lambda source: source[:40],
+)
+def test_template_cannot_take_the_machine(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """A bundle from anywhere must not hold a worker, or its memory, for hours."""
+    monkeypatch.setattr(sandbox, "MAX_LOOP_STEPS", 100_000)
+    began_s = time.perf_counter()
+    with pytest.raises(TemplateError) as error:
+        rendered(source, byte_level)
+    assert time.perf_counter() - began_s < 10
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "{{ 2 ** 10 }} {{ 'ab' * 3 }} {{ [1] * 2 }} {{ 'a' ~ 1 ~ none }}",
+            "1024 ababab [1, 1] a1None",
+        ),
+        ("{{ '%s: %5d' % ('a', 7) }} {{ '%s' | format('b') }}", "a:     7 b"),
+        ("{{ '{}-{:>4}'.format(1, 'x') }} {{ ', '.join(['a', 'b']) }}", "1-   x a, b"),
+        ("{{ [{'a': 1}, {'a': 2}] | join('+', attribute='a') }}", "1+2"),
+        ("{{ 'aaa' | replace('a', 'b', 2) }} {{ 'aaa'.replace('a', 'b', 1) }}", "bba baa"),
+        ("{{ 'a\nb' | indent(2) }} {{ undefined_name ~ 'x' }}", "a\n  b x"),
+    ],
+)
+def test_bounded_operations_keep_their_meaning(
+    byte_level: Tokenizer, source: str, text: str
+) -> None:
+    """The limits must not change what an honest template says."""
+    assert rendered(source, byte_level) == text
 
 
 def test_bundle_without_a_template_says_what_to_do(tmp_path: Path, byte_level: Tokenizer) -> None:

@@ -272,9 +272,10 @@ def test_damaged_generation_config_is_named(
     write_bundle(byte_level_document, generation=[])
     with pytest.raises(BundleError, match="no JSON object"):
         Tokenizer.open(tmp_path)
-    (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(BundleError, match="damaged"):
-        Tokenizer.open(tmp_path)
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(BundleError, match="damaged"):
+            Tokenizer.open(tmp_path)
 
 
 @pytest.mark.parametrize("decoder", [None, {"type": "WordPiece", "prefix": "##", "cleanup": True}])
