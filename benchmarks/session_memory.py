@@ -29,6 +29,7 @@ from ortolan.runtime.engine.sessions import (
     open_source_graph,
 )
 from ortolan.runtime.engine.thread_pool import use_threads
+from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.providers import find_provider
 
 BOUND = 1.15
@@ -85,7 +86,10 @@ def main() -> int:
     """Measure both in turn and report."""
     args_parser = parser(__doc__, rounds=5)
     args_parser.add_argument(
-        "--chunk", type=int, default=512, help="tokens of the prefill step; default: %(default)s"
+        "--chunk",
+        type=int,
+        default=EngineConfig().prefill_chunk,
+        help="tokens of the prefill step; default: %(default)s",
     )
     args_parser.add_argument("--hold", choices=[ONE, BOTH], help=argparse.SUPPRESS)
     args_parser.add_argument("--cache-dir", help=argparse.SUPPRESS)
