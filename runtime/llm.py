@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.errors import RequestError
+from ortolan.errors import RequestError, UsageError
 from ortolan.graphs.manifest import Manifest
 from ortolan.optional import require
 from ortolan.runtime.bundle import Bundle
@@ -44,6 +45,9 @@ def load(path: str | Path, **settings: Any) -> LLM:
 
     Raises BundleError, ProviderError, MissingDependencyError, UsageError, EngineError.
     """
+    known = [item.name for item in fields(EngineConfig)]
+    if unknown := sorted(settings.keys() - set(known)):
+        raise UsageError(f"{unknown[0]} is no setting; there are {', '.join(known)}")
     return LLM(Bundle.open(path), EngineConfig(**settings))
 
 

@@ -7,13 +7,15 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from os import PathLike
 from typing import Any, Literal, NoReturn
 
-from ortolan.errors import RequestError
+from ortolan.errors import RequestError, UsageError
 
 FinishReason = Literal["stop", "length"]
 
 MAX_LOGPROBS = 20
+MAX_THREADS = 1024
 
 
 class FrozenBias(dict[int, float]):
@@ -249,6 +251,7 @@ class EngineConfig:
     prefill_chunk: most prompt tokens that one prefill call reads (at least 2).
     accuracy: "default" computes quantized products with int8 activations, "exact" in float32.
     max_context: tokens per slot; None takes the bundle's.
+    Raises UsageError naming the field; what the bundle decides is checked when it is loaded.
     """
 
     provider: str = "cpu"
@@ -258,3 +261,18 @@ class EngineConfig:
     max_context: int | None = None
     prefill_chunk: int = 256
     accuracy: Literal["default", "exact"] = "default"
+
+    def __post_init__(self) -> None:
+        try:
+            _optional_whole("threads", self.threads, 1, MAX_THREADS)
+            _whole("max_slots", self.max_slots, 1)
+            _optional_whole("max_context", self.max_context, 2)
+            _whole("prefill_chunk", self.prefill_chunk, 2)
+            if self.accuracy not in ("default", "exact"):
+                raise _refused("accuracy", self.accuracy, "default or exact")
+            if not isinstance(self.provider, str):
+                raise _refused("provider", self.provider, "a name")
+            if self.cache_dir is not None and not isinstance(self.cache_dir, str | PathLike):
+                raise _refused("cache_dir", self.cache_dir, "a folder")
+        except RequestError as exc:  # nobody's request, but the caller's setting
+            raise UsageError(str(exc)) from None

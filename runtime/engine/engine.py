@@ -64,7 +64,6 @@ class Engine:
     def __init__(self, bundle: Bundle, config: EngineConfig, num_valid: int) -> None:
         model_config = bundle.manifest.model
         self.context = _context(config, model_config.max_context)
-        _check(config)
         use_threads(config.threads)
         provider = find_provider(config.provider, ort)
         sessions = _open_sessions(bundle, provider, config)
@@ -215,12 +214,3 @@ def _context(config: EngineConfig, bundle_context: int) -> int:
             f"max_context is {config.max_context}; this bundle allows 2 to {bundle_context}"
         )
     return config.max_context
-
-
-def _check(config: EngineConfig) -> None:
-    if config.prefill_chunk < 2:
-        raise UsageError(f"prefill_chunk is {config.prefill_chunk}; it must be 2 or more")
-    if config.max_slots < 1:
-        raise UsageError(f"max_slots is {config.max_slots}; it must be 1 or more")
-    if config.accuracy not in ("default", "exact"):
-        raise UsageError(f"accuracy is {config.accuracy!r}; it must be default or exact")

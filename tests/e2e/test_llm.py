@@ -264,6 +264,10 @@ def test_closed_model_says_so(smollm2_bundle: Path) -> None:
         ({"max_context": 100_000}, "max_context is 100000"),
         ({"accuracy": "better"}, "accuracy is 'better'"),
         ({"threads": 0}, "threads is 0"),
+        ({"threads": "2"}, "threads is '2'"),
+        ({"max_slots": 1.5}, r"max_slots is 1\.5"),
+        ({"provider": None}, "provider is None"),
+        ({"thread": 2}, "thread is no setting; there are provider, threads"),
     ],
 )
 def test_impossible_setting_is_refused(
