@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortolan.errors import CheckpointError, ConfigError
+from ortolan.export.families.base import check_heads
 from ortolan.export.gguf_families import FORMS, Gguf
 from ortolan.export.gguf_rope import ReadVector, read_gguf_rope
 from ortolan.export.settings import Settings
@@ -107,11 +108,7 @@ def _heads_and_rope(
 ) -> dict[str, Any]:
     hidden, heads = settings.integer("embedding_length"), settings.integer("attention.head_count")
     kv_heads = settings.integer("attention.head_count_kv", heads)
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"{settings.where}: {heads} attention heads cannot share {kv_heads} key-value heads "
-            "evenly"
-        )
+    check_heads(settings, heads, kv_heads)
     if settings.get("attention.key_length") is None and hidden % heads:
         raise CheckpointError(
             f"{settings.where}: {settings.prefix}embedding_length {hidden} does not divide among "

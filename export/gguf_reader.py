@@ -17,6 +17,7 @@ from ortolan.export.gguf_blocks import BLOCK_FORMATS
 from ortolan.export.gguf_header import check_header
 from ortolan.export.gguf_model import model_config, rotary_rows, stored_weights
 from ortolan.export.gguf_split import check_part, split_count, split_paths
+from ortolan.export.tensor_names import check_names
 from ortolan.export.weights import Weight
 from ortolan.graphs.formats import WeightFormat, weight_shapes
 from ortolan.graphs.manifest import ModelConfig
@@ -97,16 +98,8 @@ class GgufCheckpoint:
         wanted, found = stored_weights(self.config), set(self._stored) - _ROPE_TENSORS
         factors = {name: self._factor(name) for name in sorted(found) if name.endswith(".scale")}
         found -= {name for name, factor in factors.items() if factor is not None}
-        if missing := sorted(set(wanted) - found):
-            raise CheckpointError(
-                f"{self.path.name}: tensor {missing[0]} is missing ({len(missing)} in all); "
-                "the file is incomplete or of another architecture"
-            )
-        if extra := sorted(found - set(wanted)):
-            raise ConfigError(
-                f"{self.path.name}: tensor {extra[0]} is unknown ({len(extra)} in all); "
-                "leaving it out would change the model"
-            )
+        hint = "the file is incomplete or of another architecture"
+        check_names(self.path.name, wanted, found, hint=hint)
         shapes = weight_shapes(self.config)
         parts: dict[str, _Part] = {}
         for source, names in wanted.items():

@@ -18,6 +18,7 @@ from ortolan.export.hf_json import read_json
 from ortolan.export.hf_shards import Stored, stored_tensors
 from ortolan.export.settings import Settings
 from ortolan.export.sources import source_name
+from ortolan.export.tensor_names import check_names
 from ortolan.export.weights import Array, Weight
 from ortolan.graphs.formats import WeightFormat, layer_name, weight_shapes
 from ortolan.graphs.manifest import ModelConfig
@@ -126,16 +127,7 @@ def _match(
     if config.tie_embeddings and _HEAD in found and _TABLE in found:
         _check_same(tensors[_HEAD], tensors[_TABLE])
         found.discard(_HEAD)
-    if missing := sorted(set(wanted) - found):
-        raise CheckpointError(
-            f"{folder}: tensor {missing[0]} is missing ({len(missing)} in all); "
-            "the checkpoint is incomplete"
-        )
-    if extra := sorted(found - set(wanted)):
-        raise ConfigError(
-            f"{folder}: tensor {extra[0]} is unknown ({len(extra)} in all); "
-            "leaving it out would change the model"
-        )
+    check_names(folder, wanted, found, hint="the checkpoint is incomplete")
     parts: dict[str, _Part] = {}
     for tensor, names in wanted.items():
         stored = tensors[tensor]

@@ -70,6 +70,15 @@ class Family:
     sets_kv_heads: bool = False
 
 
+def check_heads(settings: Settings, heads: int, kv_heads: int) -> None:
+    """Raises CheckpointError if query heads do not divide among the key-value heads."""
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{settings.where}: {heads} attention heads cannot share {kv_heads} key-value heads "
+            "evenly"
+        )
+
+
 def model_config(family: Family, settings: Settings, requested_context: int | None) -> ModelConfig:
     """The model's shape.
 
@@ -79,11 +88,7 @@ def model_config(family: Family, settings: Settings, requested_context: int | No
     hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     layers = settings.integer("num_hidden_layers")
     kv_heads = settings.integer("num_key_value_heads", None if family.sets_kv_heads else heads)
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"{settings.where}: {heads} attention heads cannot share {kv_heads} key-value heads "
-            "evenly"
-        )
+    check_heads(settings, heads, kv_heads)
     if settings.get("head_dim") is None and hidden % heads:
         raise CheckpointError(
             f"{settings.where}: hidden_size {hidden} does not divide among {heads} heads"

@@ -9,14 +9,9 @@ from types import ModuleType
 from ortolan.errors import ProviderError
 from ortolan.runtime.providers.base import Capabilities, Provider
 
-__all__ = ["Capabilities", "Provider", "find_provider", "provider_names"]
+__all__ = ["Capabilities", "Provider", "find_provider"]
 
 _MODULES = {"cpu": "ortolan.runtime.providers.cpu"}
-
-
-def provider_names() -> tuple[str, ...]:
-    """The names that `find_provider` knows."""
-    return tuple(_MODULES)
 
 
 def find_provider(name: str, onnxruntime: ModuleType) -> Provider:

@@ -13,12 +13,10 @@ class Capabilities:
 
     ragged_prefill: GroupQueryAttention takes query_seqlens, so several prompts share a call.
     packs_weights: an optimized, prepacked form can be saved and memory-mapped.
-    host_memory: buffers live in host memory, where numpy can write them between calls.
     """
 
     ragged_prefill: bool
     packs_weights: bool
-    host_memory: bool
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,6 @@ from ortolan.runtime.providers.base import Capabilities, Provider
 PROVIDER = Provider(
     name="cpu",
     ort_name="CPUExecutionProvider",
-    capabilities=Capabilities(ragged_prefill=True, packs_weights=True, host_memory=True),
+    capabilities=Capabilities(ragged_prefill=True, packs_weights=True),
     remedy="pip install 'ortolan[cpu]'",
 )
