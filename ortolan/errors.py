@@ -9,7 +9,10 @@
      ├── BundleError             a bundle is incomplete, damaged, or of another version
      ├── ProviderError           an execution provider is unknown or unusable here
      ├── TemplateError           a chat template failed or refused the messages
-     └── EngineError             running the model failed
+     ├── EngineError             running the model failed
+     ├── OverloadedError         too much is waiting already; try again later
+     ├── CancelledError          a request was cancelled before its end
+     └── TimedOutError           a request's time was over before its end
 
 A message is one sentence that says what was found, where, what was expected, and what to do.
 """
@@ -67,3 +70,19 @@ class TemplateError(OrtolanError):
 
 class EngineError(OrtolanError):
     """The sessions could not be built or a step failed."""
+
+
+class OverloadedError(OrtolanError):
+    """The queue is full. `retry_after_s` is a guess at when to try again."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class CancelledError(OrtolanError):
+    """Somebody cancelled the request, or the engine was closed."""
+
+
+class TimedOutError(OrtolanError):
+    """The request's deadline passed."""

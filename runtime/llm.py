@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -19,22 +20,18 @@ from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.params import (
     Completion,
     EngineConfig,
-    FinishReason,
+    PositionLogprobs,
     Request,
     SamplingParams,
     TokenEvent,
-    TokenLogprob,
-    Usage,
 )
 from ortolan.runtime.text.chat_template import ChatTemplate
-from ortolan.runtime.text.detokenizer import Detokenizer
 from ortolan.runtime.text.no_tokenizer import NoTokenizer, no_text, open_tokenizer
-from ortolan.runtime.text.stop import StopMatcher
 from ortolan.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ortolan.runtime.engine.engine import Engine, Step
-    from ortolan.runtime.engine.sampler import Sampled
+    from ortolan.runtime.engine.engine import Engine
+    from ortolan.runtime.engine.life import RequestHandle
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -59,22 +56,21 @@ class LLM:
 
     def __init__(self, bundle: Bundle, config: EngineConfig) -> None:
         require("onnxruntime", "cpu", "running a model")
-        from ortolan.runtime.engine.engine import Engine
+        from ortolan.runtime.engine.opening import open_engine
 
         self.manifest: Manifest = bundle.manifest
         self.config = config
         self.tokenizer: Tokenizer = open_tokenizer(bundle)
         self._path = bundle.path
         self._template: ChatTemplate | None = None
-        num_valid = min(self.tokenizer.vocab_size, bundle.manifest.model.vocab_size)
-        self._engine: Engine | None = Engine(bundle, config, num_valid)
+        self._engine: Engine | None = open_engine(bundle, config, self.tokenizer)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
         """Tokens as they are made; the last event has the finish reason and the usage.
 
         Raises RequestError before the first event for a prompt or setting that cannot be served.
         """
-        return self._stream(self.encode(prompt), params or SamplingParams(), continues=True)
+        return self._running().stream(self._request(self.encode(prompt), params))
 
     def stream_chat(
         self, messages: Messages, params: SamplingParams | None = None
@@ -83,17 +79,34 @@ class LLM:
 
         KV that an earlier prompt left is reused as far as this one begins alike.
         """
-        return self._stream(self.encode_chat(messages), params or SamplingParams(), continues=False)
+        request = self._request(self.encode_chat(messages), params, continues=False)
+        return self._running().stream(request)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Completion]:
-        """Whole answers, in the order of the prompts."""
-        return [self._complete(self.stream(prompt, params)) for prompt in _as_list(prompts)]
+        """Whole answers, in the order of the prompts; `n` of them in a row for each.
+
+        The prompts run together, as many at once as there are slots.
+        """
+        params = params or SamplingParams()
+        requests = [self._request(self.encode(prompt), params) for prompt in _as_list(prompts)]
+        return [answer for answers in self.run(requests) for answer in answers]
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
-        """The whole answer to a conversation."""
-        return self._complete(self.stream_chat(messages, params))
+        """The whole answer to a conversation (the first one, if `n` asks for several)."""
+        request = self._request(self.encode_chat(messages), params, continues=False)
+        return next(iter(self.run([request])))[0]
+
+    def run(self, requests: Sequence[Request]) -> Iterator[list[Completion]]:
+        """All requests together; their `n` answers each, in order, as soon as they are whole.
+
+        Raises what a request failed of, after cancelling the others.
+        """
+        engine = self._running()
+        for request in requests:
+            engine.check(request)
+        return _run_all(engine, requests)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a plain prompt; ids pass as they are. An empty text becomes BOS, if any."""
@@ -133,77 +146,75 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _stream(
-        self, ids: list[int], params: SamplingParams, *, continues: bool
-    ) -> Iterator[TokenEvent]:
-        engine = self._running()
-        if params.stop and isinstance(self.tokenizer, NoTokenizer):
-            raise no_text()
-        request = Request(ids, params)
-        engine.check(request)  # now, not when the first event is asked for
-        ends = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends |= frozenset(self.tokenizer.eos_ids)
-        detokenizer = Detokenizer(self.tokenizer, continues=continues)
-        return self._events(engine.stream(request, ends), request, detokenizer)
-
-    def _events(
-        self, steps: Iterator[Step], request: Request, detokenizer: Detokenizer
-    ) -> Iterator[TokenEvent]:
-        """Tokens to text: hold back what may be half a character or the start of a stop string."""
-        matcher = StopMatcher(request.params.stop)
-        produced = 0
-        try:
-            for step in steps:
-                produced += 1
-                # A token that ends the answer is not part of its text.
-                ended = step.finish_reason == "stop"
-                text = "" if ended else detokenizer.push(step.sampled.token_id)
-                if step.finish_reason is not None:
-                    text += detokenizer.flush()
-                text, matched = matcher.push(text)
-                reason: FinishReason | None = "stop" if matched else step.finish_reason
-                usage = None
-                if reason is not None:
-                    text += matcher.flush()
-                    usage = Usage(len(request.prompt_ids), produced, step.cached_tokens)
-                logprob, top = self._logprobs(step.sampled)
-                yield TokenEvent(text, step.sampled.token_id, reason, usage, logprob, top)
-                if reason is not None:
-                    return
-            # Only max_tokens 0 makes no token at all.
-            yield TokenEvent("", None, "length", Usage(len(request.prompt_ids), 0))
-        finally:
-            cast(Any, steps).close()  # frees the slot at once, whoever stopped reading
-
-    def _logprobs(self, sampled: Sampled) -> tuple[TokenLogprob | None, tuple[TokenLogprob, ...]]:
-        if sampled.logprob is None:
-            return None, ()
-
-        def entry(token_id: int, logprob: float) -> TokenLogprob:
-            data = self.tokenizer.token_bytes(token_id, special=True)
-            return TokenLogprob(token_id, data, logprob)
-
-        top = tuple(entry(token_id, logprob) for token_id, logprob in sampled.top_logprobs)
-        return entry(sampled.token_id, sampled.logprob), top
-
-    def _complete(self, events: Iterator[TokenEvent]) -> Completion:
-        start = time.perf_counter()
-        texts, ids = [], []
-        ttft_s = 0.0
-        for event in events:
-            ttft_s = ttft_s or time.perf_counter() - start
-            texts.append(event.text)
-            if event.token_id is not None:
-                ids.append(event.token_id)
-        assert event.finish_reason is not None
-        assert event.usage is not None
-        return Completion("".join(texts), tuple(ids), event.finish_reason, event.usage, ttft_s)
+    def _request(
+        self, ids: list[int], params: SamplingParams | None, *, continues: bool = True
+    ) -> Request:
+        return Request(ids, params or SamplingParams(), continues=continues)
 
     def _running(self) -> Engine:
         if self._engine is None:
             raise RequestError("this model is closed; load it again")
         return self._engine
+
+
+@dataclass
+class _Answer:
+    """A choice's events so far, on the way to a Completion."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    first: TokenEvent | None = None
+    last: TokenEvent | None = None
+    ttft_s: float = 0.0
+
+    def add(self, event: TokenEvent, seconds: float) -> None:
+        if self.first is None:
+            self.first, self.ttft_s = event, seconds
+        self.texts.append(event.text)
+        self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
+        self.last = event
+
+    def completion(self) -> Completion:
+        assert self.first is not None
+        assert self.last is not None
+        assert self.last.finish_reason is not None
+        assert self.last.usage is not None
+        return Completion(
+            "".join(self.texts),
+            tuple(self.token_ids),
+            self.last.finish_reason,
+            self.last.usage,
+            self.ttft_s,
+            tuple(self.logprobs),
+            self.first.prompt_logprobs,
+        )
+
+
+def _run_all(engine: Engine, requests: Sequence[Request]) -> Iterator[list[Completion]]:
+    """Keeps the queue filled, but not fuller than it may be; answers in the requests' order."""
+    todo = deque(requests)
+    running: deque[tuple[RequestHandle, float, list[_Answer]]] = deque()
+    try:
+        while todo or running:
+            while todo and (not running or engine.has_room(todo[0])):
+                request = todo.popleft()
+                answers = [_Answer() for _ in range(request.params.n)]
+                running.append((engine.submit(request), time.perf_counter(), answers))
+            engine.step()
+            now = time.perf_counter()
+            for handle, began, answers in running:
+                while handle.events:
+                    event = handle.events.popleft()
+                    answers[event.choice].add(event, now - began)
+                if handle.error is not None:
+                    raise handle.error
+            while running and running[0][0].done:
+                yield [answer.completion() for answer in running.popleft()[2]]
+    finally:
+        for handle, _, _ in running:
+            engine.cancel(handle)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from os import PathLike
 from typing import Any, Literal, NoReturn
@@ -16,6 +16,8 @@ FinishReason = Literal["stop", "length"]
 
 MAX_LOGPROBS = 20
 MAX_THREADS = 1024
+MAX_PRIORITY = 100
+MAX_CHOICES = 128
 
 
 class FrozenBias(dict[int, float]):
@@ -58,6 +60,7 @@ class SamplingParams:
     seed: int | None = None  # None: drawn from the operating system when the request starts
     n: int = 1
     logprobs: int | None = None  # 0: the chosen token's only
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
     def __post_init__(self) -> None:
         top_k = _whole("top_k", self.top_k, -1)
@@ -77,8 +80,11 @@ class SamplingParams:
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "ignore_eos": _flag("ignore_eos", self.ignore_eos),
             "seed": _optional_whole("seed", self.seed, -(2**63), 2**64 - 1),
-            "n": _whole("n", self.n, 1),
+            "n": _whole("n", self.n, 1, MAX_CHOICES),
             "logprobs": _optional_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            "prompt_logprobs": _optional_whole(
+                "prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS
+            ),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -194,10 +200,28 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt with its settings. `prompt_ids` int, at least one."""
+    """One prompt with its settings. `prompt_ids` int, at least one.
+
+    priority: lower numbers go first; equal ones first come, first served.
+    timeout_s: seconds from submission after which the request ends, wherever it is.
+    salt: prompts share cached prefixes only with prompts of the same salt (one per tenant).
+    continues: the answer's text goes on from the prompt's, so that a leading space is kept.
+    Raises RequestError naming the field.
+    """
 
     prompt_ids: Sequence[int]
     params: SamplingParams
+    priority: int = 0
+    timeout_s: float | None = None
+    salt: str = ""
+    continues: bool = True
+
+    def __post_init__(self) -> None:
+        _whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if self.timeout_s is not None:
+            _number("timeout_s", self.timeout_s, 0.0, above=True)
+        if not isinstance(self.salt, str):
+            raise _refused("salt", self.salt, "a string")
 
 
 @dataclass(frozen=True)
@@ -207,6 +231,14 @@ class TokenLogprob:
     token_id: int
     bytes: bytes
     logprob: float
+
+
+@dataclass(frozen=True)
+class PositionLogprobs:
+    """What the model gave at one position: the token that stands there, and the likeliest."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -220,17 +252,49 @@ class Usage:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One generated token as it happens. `text` may be empty while a character is incomplete.
+    """What one answer has grown by: usually one token, several where a reader is slow.
 
-    token_id is None on the one event of a request for no tokens (max_tokens 0).
+    `text` may be empty while a character is incomplete. token_ids is empty only for a request
+    for no tokens (max_tokens 0). logprobs: one entry per token, if asked for. choice: which of
+    a request's `n` answers. usage: on an answer's last event.
+    prompt_logprobs: on an answer's first event, if asked for: one entry per prompt token, None
+    for the first, which nothing comes before.
     """
 
     text: str
-    token_id: int | None
+    token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    usage: Usage | None = None  # on the last event
-    logprob: TokenLogprob | None = None
-    top_logprobs: tuple[TokenLogprob, ...] = ()
+    usage: Usage | None = None
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    choice: int = 0
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
+
+    @property
+    def token_id(self) -> int | None:
+        """The last of its tokens; None if it has none."""
+        return self.token_ids[-1] if self.token_ids else None
+
+    @property
+    def logprob(self) -> TokenLogprob | None:
+        """The last token's, if asked for."""
+        return self.logprobs[-1].chosen if self.logprobs else None
+
+    @property
+    def top_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """The likeliest tokens at the last position, if asked for."""
+        return self.logprobs[-1].top if self.logprobs else ()
+
+    def followed_by(self, other: TokenEvent) -> TokenEvent:
+        """Both as one event, of the same choice."""
+        assert other.choice == self.choice
+        assert self.finish_reason is None
+        return replace(
+            other,
+            text=self.text + other.text,
+            token_ids=self.token_ids + other.token_ids,
+            logprobs=self.logprobs + other.logprobs,
+            prompt_logprobs=self.prompt_logprobs or other.prompt_logprobs,
+        )
 
 
 @dataclass(frozen=True)
@@ -242,15 +306,25 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
     ttft_s: float
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Settings of the engine, fixed at load.
 
-    prefill_chunk: most prompt tokens that one prefill call reads (at least 2).
-    accuracy: "default" computes quantized products with int8 activations, "exact" in float32.
+    max_slots: requests that run at once (each choice of n counts).
     max_context: tokens per slot; None takes the bundle's.
+    prefill_chunk: most prompt tokens that one prefill call reads (at least 2).
+    gap_steps: while a prompt is read, the gap between two tokens of a running request may grow
+    to this many plain steps (at least 1.5); gap_ms: the same bound in milliseconds, if given.
+    kv_tokens: most tokens whose KV running requests may hold; None: what half of the memory
+    that is free holds.
+    prefix_cache_mb: MiB for KV of earlier prompts; None: a tenth of free memory; 0: off.
+    max_waiting, max_waiting_tokens: requests, and prompt tokens of them, that may wait.
+    priority_patience: how many requests of a better priority may overtake one that waits.
+    accuracy: "default" computes quantized products with int8 activations, "exact" in float32.
     Raises UsageError naming the field; what the bundle decides is checked when it is loaded.
     """
 
@@ -260,6 +334,13 @@ class EngineConfig:
     max_slots: int = 16
     max_context: int | None = None
     prefill_chunk: int = 256
+    gap_steps: float = 4.0
+    gap_ms: float | None = None
+    kv_tokens: int | None = None
+    prefix_cache_mb: int | None = None
+    max_waiting: int = 1024
+    max_waiting_tokens: int = 1_000_000
+    priority_patience: int = 16
     accuracy: Literal["default", "exact"] = "default"
 
     def __post_init__(self) -> None:
@@ -268,6 +349,14 @@ class EngineConfig:
             _whole("max_slots", self.max_slots, 1)
             _optional_whole("max_context", self.max_context, 2)
             _whole("prefill_chunk", self.prefill_chunk, 2)
+            _number("gap_steps", self.gap_steps, 1.5)
+            if self.gap_ms is not None:
+                _number("gap_ms", self.gap_ms, 0.0, above=True)
+            _optional_whole("kv_tokens", self.kv_tokens, 2)
+            _optional_whole("prefix_cache_mb", self.prefix_cache_mb, 0)
+            _whole("max_waiting", self.max_waiting, 1)
+            _whole("max_waiting_tokens", self.max_waiting_tokens, 1)
+            _whole("priority_patience", self.priority_patience, 0)
             if self.accuracy not in ("default", "exact"):
                 raise _refused("accuracy", self.accuracy, "default or exact")
             if not isinstance(self.provider, str):

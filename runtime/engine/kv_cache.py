@@ -14,11 +14,16 @@ from ortolan.graphs.manifest import ModelConfig
 _FLOAT_BYTES = 4
 
 
+def bytes_per_token(config: ModelConfig) -> int:
+    """Bytes that keys and values of one token take over all layers."""
+    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * _FLOAT_BYTES
+
+
 class KvCache:
     """Keys and values [layers * 2, slots, kv_heads, capacity, head_dim] float32 in host memory.
 
     Even rows are keys, odd rows values. The array is an anonymous mapping: only pages that were
-    written to take physical memory, and a released slot gives its pages back.
+    written to take physical memory, and a slot that is given back returns its pages.
     """
 
     def __init__(self, config: ModelConfig, slots: int, capacity: int) -> None:
@@ -27,52 +32,45 @@ class KvCache:
         shape = (config.num_layers * 2, slots, config.num_kv_heads, capacity, config.head_dim)
         size = int(np.prod(shape)) * _FLOAT_BYTES
         try:
-            self._memory = _anonymous(size)
+            self._memory = anonymous_memory(size)
         except (OSError, OverflowError, ValueError) as exc:
             raise EngineError(
                 f"cannot map {size / 2**30:.1f} GiB for {slots} slots of {capacity} tokens "
                 f"({exc}); "
                 "lower max_slots or max_context"
             ) from exc
-        self._array = np.frombuffer(self._memory, dtype=np.float32).reshape(shape)
-        self._free = list(range(slots))
+        self.array: npt.NDArray[np.float32] = np.frombuffer(self._memory, np.float32).reshape(shape)
 
     def rows(self, layer: int, part: int, first: int, count: int) -> npt.NDArray[np.float32]:
         """Slots first to first + count of a layer's keys (part 0) or values (part 1), in place."""
-        rows: npt.NDArray[np.float32] = self._array[layer * 2 + part, first : first + count]
+        rows: npt.NDArray[np.float32] = self.array[layer * 2 + part, first : first + count]
         return rows
 
-    def free_slots(self) -> list[int]:
-        """Slots that nothing holds, lowest first."""
-        return sorted(self._free)
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """The first `tokens` of one slot to another."""
+        self.array[:, target, :, :tokens] = self.array[:, source, :, :tokens]
 
-    def acquire(self, slot: int) -> None:
-        """Take a free slot."""
-        self._free.remove(slot)
-
-    def release(self, slot: int, *, keep: int = 0) -> None:
-        """Give a slot back; pages past its first `keep` tokens return to the system."""
-        assert slot not in self._free
-        self._free.append(slot)
+    def discard(self, slot: int, tokens: int) -> None:
+        """Return the pages of a slot's first `tokens` to the system; what they held is lost."""
         if not hasattr(self._memory, "madvise") or not hasattr(mmap, "MADV_DONTNEED"):
             return
-        head_bytes = self._array.strides[2]
-        skip = keep * self._array.strides[3]
-        heads = self._array.shape[2]
-        for row in range(self._array.shape[0]):
-            start = row * self._array.strides[0] + slot * self._array.strides[1]
-            for head in range(heads):
-                first = start + head * head_bytes + skip
-                self._discard(first, start + (head + 1) * head_bytes)
+        row_bytes, slot_bytes, head_bytes, token_bytes = self.array.strides[:4]
+        for row in range(self.array.shape[0]):
+            start = row * row_bytes + slot * slot_bytes
+            for head in range(self.array.shape[2]):
+                first = start + head * head_bytes
+                self._discard(first, first + tokens * token_bytes, first + head_bytes)
 
-    def _discard(self, start: int, end: int) -> None:
+    def _discard(self, start: int, end: int, border: int) -> None:
+        """Whole pages from start to end, and the one that end is in, if it is left of border."""
         page = mmap.PAGESIZE
-        start, end = -(-start // page) * page, end // page * page
+        start = -(-start // page) * page
+        end = min(-(-end // page) * page, border // page * page)
         if end > start:
             self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
-def _anonymous(size: int) -> mmap.mmap:
+def anonymous_memory(size: int) -> mmap.mmap:
     """A private mapping of zeros. A shared one would keep the pages that it is told to discard."""
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, where a mapping without a file is paged in
         return mmap.mmap(-1, size)

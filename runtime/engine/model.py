@@ -63,7 +63,7 @@ class _DecodeBinding(_Binding):
         self.ids = np.zeros((rows, 1), np.int64)
         self.seqlens_k = np.zeros(rows, np.int32)
         self.total = np.zeros((), np.int32)
-        self.logits: FloatArray = np.zeros((rows, 1, model.config.vocab_size), np.float32)
+        self.logits = model.decode_logits[:rows]
         self.input(c.INPUT_IDS, self.ids)
         self.input(c.SEQLENS_K, self.seqlens_k)
         self.input(c.TOTAL_SEQUENCE_LENGTH, self.total)
@@ -110,7 +110,7 @@ class Model:
     min_rows: at accuracy level 1 it is 2, since a product of one row differs in the last bits
     from one of more (rule 1d). A single row then decodes beside idle slots, which the caller
     leaves free.
-    Returned logits are views that the next call of the same shape overwrites.
+    Returned logits are views that the next call overwrites.
     """
 
     def __init__(
@@ -120,8 +120,15 @@ class Model:
         self.sessions = sessions
         self.cache = cache
         self.min_rows = min_rows
+        # Every batch size writes its logits here: the next call overwrites them anyway.
+        self.decode_logits: FloatArray = np.zeros((cache.slots, 1, config.vocab_size), np.float32)
         self._decode: dict[tuple[int, int], _DecodeBinding] = {}
         self._prefill: dict[tuple[int, int], _PrefillBinding] = {}
+
+    @property
+    def ragged(self) -> bool:
+        """Whether a prefill call takes several rows, of different sizes."""
+        return self.sessions.ragged
 
     def decode(self, first: int, token_ids: Sequence[int], lengths: Sequence[int]) -> FloatArray:
         """Logits [rows, vocab] after one token for each slot from `first` on.

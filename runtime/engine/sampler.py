@@ -82,6 +82,21 @@ class Sampler:
             self._score(logits, rows, unscored, drawn)
         return [result for result in drawn if result is not None]
 
+    def score(self, logits: FloatArray, token_ids: Sequence[int], count: int) -> list[Sampled]:
+        """Logprobs of given tokens, one per row of logits [n, vocab], and the `count` likeliest.
+
+        Raises EngineError for logits that are not finite.
+        """
+        found = self._graph.run(
+            logits, [self._neutral] * len(token_ids), self._candidates_for(max(1, count))
+        )
+        if not np.isfinite(found.log_sum_exp).all():
+            raise not_finite()
+        return [
+            _scored(found, place, token_id, float(logits[place, token_id]), count)
+            for place, token_id in enumerate(token_ids)
+        ]
+
     def _argmax(self, logits: FloatArray, row: SamplerRow) -> Sampled | EngineError:
         valid = logits[: self._num_valid]
         if row.num_adjusted:
@@ -89,7 +104,7 @@ class Sampler:
             valid = self._scratch
             row.apply(valid)
         token_id = int(valid.argmax())  # lowest id on ties; a NaN counts as largest
-        return Sampled(token_id) if math.isfinite(valid[token_id]) else _not_finite()
+        return Sampled(token_id) if math.isfinite(valid[token_id]) else not_finite()
 
     def _first_k(self, row: SamplerRow) -> int:
         wanted = row.params.logprobs or 1
@@ -137,7 +152,7 @@ class Sampler:
         for index, place in zip(pending, places, strict=True):
             row, params = rows[index], rows[index].params
             if not math.isfinite(log_sum_exp[place]):
-                drawn[index] = _not_finite()
+                drawn[index] = not_finite()
                 continue
             choice: int | None = 0
             if not row.greedy:
@@ -188,7 +203,8 @@ def _scored(found: Candidates, place: int, token_id: int, raw_logit: float, coun
     return Sampled(token_id, raw_logit - shift, top)
 
 
-def _not_finite() -> EngineError:
+def not_finite() -> EngineError:
+    """The error for logits that no token can be drawn from."""
     return EngineError(
         "the model's logits hold NaN or infinity, or exclude every token, so that none can be "
         "drawn; check the bundle with: ortolan verify"

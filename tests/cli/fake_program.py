@@ -81,7 +81,7 @@ class FakeLLM:
                 last = index == len(self.pieces) - 1
                 yield TokenEvent(
                     piece,
-                    index,
+                    (index,),
                     finish_reason=self.finish_reason if last else None,
                     usage=Usage(5, len(self.pieces), cached_tokens=3) if last else None,
                 )

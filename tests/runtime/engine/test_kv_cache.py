@@ -56,41 +56,37 @@ def test_unused_slots_take_no_memory() -> None:
     assert resident_bytes() - before < SLOT_BYTES
 
 
-def test_released_slot_gives_its_memory_back_but_for_what_is_kept() -> None:
+def fill(cache: KvCache, slot: int, value: float) -> None:
+    cache.array[:, slot] = value
+
+
+def test_discarded_tokens_give_their_memory_back() -> None:
     """Memory must follow the requests that run, not the longest that ever ran."""
     cache = KvCache(CONFIG, slots=4, capacity=65536)
-    cache.acquire(1)
     before = resident_bytes()
-    for layer in range(3):
-        for part in (0, 1):
-            cache.rows(layer, part, 1, 1)[:] = 1
+    fill(cache, 1, 1)
     assert resident_bytes() - before > 0.9 * SLOT_BYTES
-    cache.release(1, keep=4096)
-    assert resident_bytes() - before < 0.2 * SLOT_BYTES
-    for layer in range(3):
-        kept = cache.rows(layer, 0, 1, 1)[0]
-        np.testing.assert_array_equal(kept[:, :4096], 1)
-        np.testing.assert_array_equal(kept[:, 8192:], 0)
+    cache.discard(1, 65536)
+    assert resident_bytes() - before < 0.1 * SLOT_BYTES
 
 
-def test_release_touches_no_other_slot() -> None:
+def test_discarding_touches_no_other_slot() -> None:
+    """A page may belong to two slots, or two heads."""
     cache = KvCache(CONFIG, slots=3, capacity=33)  # slots that do not end on pages
     for slot in range(3):
-        cache.acquire(slot)
-        for layer in range(3):
-            cache.rows(layer, 1, slot, 1)[:] = slot + 1
-    cache.release(1)
-    for layer in range(3):
-        np.testing.assert_array_equal(cache.rows(layer, 1, 0, 1), 1)
-        np.testing.assert_array_equal(cache.rows(layer, 1, 2, 1), 3)
+        fill(cache, slot, slot + 1)
+    cache.discard(1, 33)
+    np.testing.assert_array_equal(cache.array[:, 0], 1)
+    np.testing.assert_array_equal(cache.array[:, 2], 3)
 
 
-def test_slots_are_taken_and_given_back() -> None:
-    cache = KvCache(CONFIG, slots=2, capacity=32)
-    cache.acquire(0)
-    assert cache.free_slots() == [1]
-    cache.release(0)
-    assert cache.free_slots() == [0, 1]
+def test_copy_takes_the_first_tokens_alone() -> None:
+    cache = KvCache(CONFIG, slots=3, capacity=32)
+    fill(cache, 0, 1)
+    fill(cache, 2, 3)
+    cache.copy(0, 2, 5)
+    np.testing.assert_array_equal(cache.array[:, 2, :, :5], 1)
+    np.testing.assert_array_equal(cache.array[:, 2, :, 5:], 3)
 
 
 def test_impossible_size_says_what_to_lower() -> None:

@@ -1,0 +1,92 @@
+"""The phase of a step that gives every running row its next token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ortolan.errors import EngineError
+from ortolan.runtime.engine.emit import Emitter
+from ortolan.runtime.engine.life import Choice, State
+from ortolan.runtime.engine.pace import Pace
+from ortolan.runtime.engine.sampler_row import FloatArray
+from ortolan.runtime.engine.scheduler import Scheduler
+from ortolan.runtime.engine.seams import ModelSeam
+
+
+class DecodePhase:
+    """One call over the slots from 0 to the last running one, one sampling call over its rows."""
+
+    def __init__(
+        self,
+        model: ModelSeam,
+        scheduler: Scheduler,
+        emitter: Emitter,
+        pace: Pace,
+        clock: Callable[[], float],
+    ) -> None:
+        self._model = model
+        self._scheduler = scheduler
+        self._residents = scheduler.residents
+        self._emitter = emitter
+        self._pace = pace
+        self._clock = clock
+
+    def run(self) -> None:
+        """Decode, sample, emit."""
+        choices = self._residents.in_state(State.DECODING)
+        if not choices:
+            return
+        began = self._clock()
+        choices.sort(key=lambda choice: choice.slot)
+        rows = max(choices[-1].slot + 1, self._model.min_rows)
+        try:
+            logits = self._feed(0, rows)
+        except EngineError:
+            self._one_by_one(choices)
+            return
+        self._sample(choices, logits, first=0)
+        self._pace.decoded(rows, self._clock() - began)
+        self._scheduler.close_gap(rows)
+
+    def _feed(self, first: int, rows: int) -> FloatArray:
+        """Decode the slots from `first` on; logits [rows, vocab].
+
+        Rows that do not decode run as well. They write where their slot's next token will be,
+        which is written again before it is read.
+        """
+        ids, lengths = [0] * rows, [0] * rows
+        for row in range(rows):
+            choice = self._residents.at(first + row)
+            if choice is not None:
+                lengths[row] = choice.stored
+                if choice.state is State.DECODING:
+                    ids[row] = choice.tokens[choice.stored]
+        logits = self._model.decode(first, ids, lengths)
+        self._scheduler.call_succeeded()
+        return logits
+
+    def _one_by_one(self, choices: list[Choice]) -> None:
+        """After a call that failed: each row alone, so that only those that fail are ended."""
+        rows = self._model.min_rows
+        for choice in choices:
+            if choice.state is not State.DECODING:
+                continue  # its request ended, with a sibling
+            first = min(choice.slot, self._model.cache.slots - rows)
+            try:
+                logits = self._feed(first, rows)
+            except EngineError as exc:
+                self._scheduler.call_failed(choice.handle, exc)
+            else:
+                self._sample([choice], logits, first)
+
+    def _sample(self, choices: list[Choice], logits: FloatArray, first: int) -> None:
+        """Draw for the choices that have fed their last token; logits from slot `first` on."""
+        for choice in choices:
+            choice.stored += 1
+        fresh = [choice for choice in choices if choice.stored == len(choice.tokens)]
+        if not fresh:
+            return
+        places = [choice.slot - first for choice in fresh]
+        if places != list(range(len(places))):
+            logits = logits[places]
+        self._emitter.draw(fresh, logits)

@@ -1,0 +1,82 @@
+"""From a bundle to an engine: threads, sessions, KV cache, budgets."""
+
+from __future__ import annotations
+
+import onnxruntime as ort
+
+from ortolan.errors import EngineError, UsageError
+from ortolan.runtime.bundle import Bundle
+from ortolan.runtime.engine.engine import Engine
+from ortolan.runtime.engine.kv_cache import KvCache, bytes_per_token
+from ortolan.runtime.engine.model import Model
+from ortolan.runtime.engine.packed import discard, packed_graphs
+from ortolan.runtime.engine.prefix_cache import PrefixCache
+from ortolan.runtime.engine.sampler import Sampler
+from ortolan.runtime.engine.sessions import SessionSet, open_sessions
+from ortolan.runtime.engine.thread_pool import use_threads
+from ortolan.runtime.machine import free_memory_bytes
+from ortolan.runtime.params import EngineConfig
+from ortolan.runtime.providers import Provider, find_provider
+from ortolan.runtime.text.tokenizer import Tokenizer
+
+# Parts of the memory that is free when a model is loaded, where the config says nothing.
+_KV_PART = 0.5
+_PREFIX_PART = 0.1
+
+
+def open_engine(
+    bundle: Bundle, config: EngineConfig, tokenizer: Tokenizer, *, checks: bool = False
+) -> Engine:
+    """An engine on a bundle. Raises ProviderError, UsageError, EngineError, BundleError."""
+    model_config = bundle.manifest.model
+    context = _context(config, model_config.max_context)
+    use_threads(config.threads)
+    provider = find_provider(config.provider, ort)
+    sessions = _open_sessions(bundle, provider, config)
+    # At accuracy level 1 a single row must not decode alone (rule 1d).
+    min_rows = 2 if config.accuracy == "exact" else 1
+    capacity = context + context % 2  # even, as padded chunks are
+    cache = KvCache(model_config, max(config.max_slots, min_rows), capacity)
+    num_valid = min(tokenizer.vocab_size, model_config.vocab_size)
+    token_bytes = bytes_per_token(model_config)
+    free = free_memory_bytes()
+    kv_budget = config.kv_tokens
+    if kv_budget is None:
+        kv_budget = max(int(free * _KV_PART) // token_bytes, 2)
+    prefix_bytes = int(free * _PREFIX_PART)
+    if config.prefix_cache_mb is not None:
+        prefix_bytes = config.prefix_cache_mb * 2**20
+    prefix = PrefixCache(cache, prefix_bytes)
+    return Engine(
+        Model(model_config, sessions, cache, min_rows),
+        Sampler(sessions.sample, num_valid),
+        tokenizer,
+        config,
+        max_context=context,
+        kv_budget=min(kv_budget, config.max_slots * context),
+        prefix=prefix if prefix.capacity else None,
+        checks=checks,
+    )
+
+
+def _open_sessions(bundle: Bundle, provider: Provider, config: EngineConfig) -> SessionSet:
+    """Sessions from the packed cache, made anew where it turns out to be damaged."""
+    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
+    try:
+        return open_sessions(bundle, provider, config.accuracy, packed)
+    except EngineError:
+        if packed is None:
+            raise
+        discard(packed)
+    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
+    return open_sessions(bundle, provider, config.accuracy, packed)
+
+
+def _context(config: EngineConfig, bundle_context: int) -> int:
+    if config.max_context is None:
+        return bundle_context
+    if not 2 <= config.max_context <= bundle_context:
+        raise UsageError(
+            f"max_context is {config.max_context}; this bundle allows 2 to {bundle_context}"
+        )
+    return config.max_context

@@ -1,0 +1,143 @@
+"""The phase of a step that reads prompts: as much as running requests can bear."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from ortolan.errors import EngineError
+from ortolan.runtime.engine.chunks import next_chunk
+from ortolan.runtime.engine.emit import Emitter, repeated
+from ortolan.runtime.engine.life import Choice, State
+from ortolan.runtime.engine.pace import Pace
+from ortolan.runtime.engine.sampler import not_finite
+from ortolan.runtime.engine.sampler_row import FloatArray
+from ortolan.runtime.engine.scheduler import Scheduler
+from ortolan.runtime.engine.seams import ModelSeam
+
+# A step reads at least so many tokens, or a prompt would never end.
+_LEAST_CHUNK = 8
+# Where a prompt is scored, the logits of every position are made; this bounds their memory.
+_SCORED_CHUNK = 64
+# Prompts share a call if padding them to one length adds at most this part.
+_MOST_PADDING = 0.25
+
+_Part = tuple[Choice, int]  # whose prompt, how many tokens of it
+
+
+class PrefillPhase:
+    """Cuts the next pieces of prompts, first come first served, and reads them.
+
+    prompt_tokens: all that were ever read.
+    """
+
+    def __init__(
+        self,
+        model: ModelSeam,
+        scheduler: Scheduler,
+        emitter: Emitter,
+        pace: Pace,
+        chunk: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._model = model
+        self._scheduler = scheduler
+        self._emitter = emitter
+        self._pace = pace
+        self._chunk = chunk
+        self._clock = clock
+        self.prompt_tokens = 0
+
+    def run(self, began: float) -> None:
+        """Read prompts; `began` is when the step did."""
+        prompts = self._scheduler.residents.in_state(State.PREFILLING)
+        if not prompts:
+            return
+        left = self._chunk
+        seconds = self._pace.budget_s(len(self._scheduler.residents.in_state(State.DECODING)))
+        if seconds is not None:
+            seconds -= self._clock() - began
+            left = min(left, self._pace.tokens(seconds, prompts[0].stored))
+        for call in self._calls(self._parts(prompts, max(left, _LEAST_CHUNK))):
+            self._read(call)
+
+    def _parts(self, prompts: list[Choice], left: int) -> list[_Part]:
+        """Pieces of prompts, of about `left` tokens together."""
+        parts: list[_Part] = []
+        for choice in prompts:
+            remaining = choice.prompt_len - choice.stored
+            if parts and left < min(remaining, _LEAST_CHUNK):
+                break
+            most = min(left, _SCORED_CHUNK) if choice.scored else left
+            parts.append((choice, next_chunk(remaining, max(most, 2))))
+            left -= parts[-1][1]
+        return parts
+
+    def _calls(self, parts: list[_Part]) -> Iterator[list[_Part]]:
+        """Parts that one prefill call can read: neighbouring slots, and little padding."""
+        call: list[_Part] = []
+        for part in sorted(parts, key=lambda part: part[0].slot):
+            if call and not self._together([*call, part]):
+                yield call
+                call = []
+            call.append(part)
+        yield call
+
+    def _together(self, call: list[_Part]) -> bool:
+        if not self._model.ragged or call[-1][0].slot != call[-2][0].slot + 1:
+            return False
+        if any(choice.scored for choice, _ in call):
+            return False
+        sizes = [size for _, size in call]
+        # A prompt of one token is read alone, so that it does not matter who came with it.
+        return min(sizes) > 1 and len(sizes) * max(sizes) <= (1 + _MOST_PADDING) * sum(sizes)
+
+    def _read(self, call: list[_Part]) -> None:
+        """One prefill call; the prompts that end in it get their first token."""
+        ids = [choice.tokens[choice.stored : choice.stored + size] for choice, size in call]
+        starts = [choice.stored for choice, _ in call]
+        index = [[size - 1] for _, size in call]
+        if call[0][0].scored:
+            index = [list(range(len(ids[0])))]
+        began = self._clock()
+        try:
+            logits = self._model.prefill(call[0][0].slot, ids, starts, index)
+        except EngineError as exc:
+            self._retry(call, exc)
+            return
+        self._scheduler.call_succeeded()
+        self._pace.prefilled([len(part) for part in ids], starts, self._clock() - began)
+        for row, (choice, size) in enumerate(call):
+            choice.stored += size
+            self.prompt_tokens += size
+            if choice.scored and not choice.produced:
+                self._emitter.score(choice, logits[row])
+            if choice.state is State.PREFILLING and choice.stored == choice.prompt_len:
+                self._prompt_read(choice, logits[row, -1:])
+
+    def _retry(self, call: list[_Part], error: EngineError) -> None:
+        """After a call that failed: one by one, so that only those that fail alone are ended."""
+        if len(call) == 1:
+            self._scheduler.call_failed(call[0][0].handle, error)
+            return
+        for part in call:
+            if part[0].state is State.PREFILLING:
+                self._read([part])
+
+    def _prompt_read(self, choice: Choice, logits: FloatArray) -> None:
+        """A prompt's last logits [1, vocab]: first tokens, of its other choices too."""
+        if choice.handle.limit == 0:
+            self._scheduler.keep_prefix(choice)
+            self._emitter.finish(choice, "length")
+            return
+        if choice.produced:  # it was preempted; what follows is known
+            self._scheduler.keep_prefix(choice)
+            self._scheduler.start_decoding(choice)
+            return
+        if not math.isfinite(float(logits.max())):  # so is its KV, which nobody may find
+            self._scheduler.fail(choice.handle, not_finite())
+            return
+        self._scheduler.keep_prefix(choice)
+        choices = [choice, *self._scheduler.fork(choice)]
+        self._scheduler.start_decoding(choice)
+        self._emitter.draw(choices, repeated(logits, len(choices)))

@@ -1,0 +1,51 @@
+"""What the engine needs of a model and a sampler; tests put ones in that a hand can compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ortolan.errors import EngineError
+from ortolan.graphs.manifest import ModelConfig
+from ortolan.runtime.engine.kv_cache import KvCache
+from ortolan.runtime.engine.sampler import Sampled
+from ortolan.runtime.engine.sampler_row import FloatArray, SamplerRow
+
+
+class ModelSeam(Protocol):
+    """The decoder over slots of a KV cache; see engine/model.py for what the calls mean.
+
+    min_rows: rows that decode needs at least. ragged: whether prefill takes several rows.
+    Calls raise EngineError, and may be repeated after that.
+    """
+
+    config: ModelConfig
+    cache: KvCache
+    min_rows: int
+
+    @property
+    def ragged(self) -> bool: ...
+
+    def decode(
+        self, first: int, token_ids: Sequence[int], lengths: Sequence[int]
+    ) -> FloatArray: ...
+
+    def prefill(
+        self,
+        first: int,
+        token_ids: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        logits_index: Sequence[Sequence[int]],
+    ) -> FloatArray: ...
+
+
+class SamplerSeam(Protocol):
+    """Logits to tokens; see engine/sampler.py."""
+
+    def sample(
+        self, logits: FloatArray, rows: Sequence[SamplerRow]
+    ) -> Sequence[Sampled | EngineError]: ...
+
+    def score(
+        self, logits: FloatArray, token_ids: Sequence[int], count: int
+    ) -> Sequence[Sampled]: ...

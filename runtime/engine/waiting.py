@@ -1,0 +1,73 @@
+"""The queue: priority classes, first come first served in each, and nobody starves."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+
+from ortolan.errors import OverloadedError
+from ortolan.runtime.engine.life import Choice
+
+
+class WaitingQueue:
+    """Choices that wait for a slot, in the order in which they may have one.
+
+    Better (lower) priorities go first, and in each the earliest arrival, preempted ones
+    included. Whoever has been overtaken by `patience` later arrivals goes before everybody who
+    has not; so at most `patience` requests, and those that were overtaken as often before, ever
+    come between.
+    """
+
+    def __init__(self, max_requests: int, max_tokens: int, patience: int) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._patience = patience
+        self._choices: list[Choice] = []  # by rank
+        self.tokens = 0  # of the prompts
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def __iter__(self) -> Iterator[Choice]:
+        return iter(self._choices)
+
+    def check_room(self, choices: int, tokens: int, retry_after_s: float) -> None:
+        """Raises OverloadedError if another request does not fit beside those that wait."""
+        if len(self) + choices > self._max_requests:
+            raise OverloadedError(
+                f"{len(self)} requests are waiting, and at most {self._max_requests} may; "
+                f"try again in {retry_after_s:.0f} s",
+                retry_after_s,
+            )
+        if self._choices and self.tokens + tokens > self._max_tokens:
+            raise OverloadedError(
+                f"{self.tokens} prompt tokens are waiting, and at most {self._max_tokens} may; "
+                f"try again in {retry_after_s:.0f} s",
+                retry_after_s,
+            )
+
+    def add(self, choice: Choice) -> None:
+        """At its place by rank: a preempted choice keeps its turn."""
+        insort(self._choices, choice, key=lambda item: item.rank)
+        self.tokens += choice.prompt_len
+
+    def remove(self, choice: Choice) -> None:
+        """Take out a choice that waits here."""
+        self._choices.remove(choice)
+        self.tokens -= choice.prompt_len
+
+    def first(self) -> Choice | None:
+        """Who is next."""
+        if not self._choices:
+            return None
+        overdue = [choice for choice in self._choices if choice.overtaken >= self._patience]
+        if overdue:
+            return min(overdue, key=lambda choice: choice.handle.arrival)
+        return self._choices[0]
+
+    def admit(self, choice: Choice) -> None:
+        """Take out `choice`, and note whom it overtakes: earlier arrivals of worse priority."""
+        self.remove(choice)
+        for other in self._choices:
+            if other.handle.arrival < choice.handle.arrival and other.rank > choice.rank:
+                other.overtaken += 1
