@@ -119,7 +119,9 @@ class PrefixCache:
             added.append(child)
             node = child
         self._release(added)
-        if not root.children:
+        if root.children:  # it may have been dropped when its last leaf made room
+            self._roots[root.salt] = root
+        else:
             self._roots.pop(root.salt, None)
 
     def release(self, path: Path) -> None:
