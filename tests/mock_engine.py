@@ -125,9 +125,7 @@ class MockModel:
 class MockSampler:
     """Softmax at temperature 1, or the largest; adjustments by the row itself."""
 
-    def sample(
-        self, logits: np.ndarray, rows: Sequence[SamplerRow]
-    ) -> list[Sampled | EngineError]:
+    def sample(self, logits: np.ndarray, rows: Sequence[SamplerRow]) -> list[Sampled | EngineError]:
         return [self._one(logits[index].copy(), row) for index, row in enumerate(rows)]
 
     def score(self, logits: np.ndarray, token_ids: Sequence[int], count: int) -> list[Sampled]:

@@ -40,7 +40,7 @@ class DecodePhase:
         choices.sort(key=lambda choice: choice.slot)
         rows = max(choices[-1].slot + 1, self._model.min_rows)
         try:
-            logits = self._feed(0, rows)
+            logits = self._feed(choices, 0, rows)
         except EngineError:
             self._one_by_one(choices)
             return
@@ -48,19 +48,18 @@ class DecodePhase:
         self._pace.decoded(rows, self._clock() - began)
         self._scheduler.close_gap(rows)
 
-    def _feed(self, first: int, rows: int) -> FloatArray:
-        """Decode the slots from `first` on; logits [rows, vocab].
+    def _feed(self, choices: list[Choice], first: int, rows: int) -> FloatArray:
+        """Decode the choices' next tokens, over the slots from `first` on; logits [rows, vocab].
 
-        Rows that do not decode run as well. They write where their slot's next token will be,
-        which is written again before it is read.
+        Rows of other slots run as well. They write where their slot's next token will be, which
+        is written again before it is read.
         """
         ids, lengths = [0] * rows, [0] * rows
-        for row in range(rows):
-            choice = self._residents.at(first + row)
-            if choice is not None:
-                lengths[row] = choice.stored
-                if choice.state is State.DECODING:
-                    ids[row] = choice.tokens[choice.stored]
+        for choice in self._residents:
+            if 0 <= choice.slot - first < rows:
+                lengths[choice.slot - first] = choice.stored
+        for choice in choices:
+            ids[choice.slot - first] = choice.tokens[choice.stored]
         logits = self._model.decode(first, ids, lengths)
         self._scheduler.call_succeeded()
         return logits
@@ -73,7 +72,7 @@ class DecodePhase:
                 continue  # its request ended, with a sibling
             first = min(choice.slot, self._model.cache.slots - rows)
             try:
-                logits = self._feed(first, rows)
+                logits = self._feed([choice], first, rows)
             except EngineError as exc:
                 self._scheduler.call_failed(choice.handle, exc)
             else:

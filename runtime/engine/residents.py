@@ -30,10 +30,6 @@ class Residents:
     def __len__(self) -> int:
         return sum(choice is not None for choice in self._slots)
 
-    def at(self, slot: int) -> Choice | None:
-        """The choice in a slot; None for a free one."""
-        return self._slots[slot] if slot < len(self._slots) else None
-
     def in_state(self, state: State) -> list[Choice]:
         """By rank."""
         found = [choice for choice in self if choice.state is state]

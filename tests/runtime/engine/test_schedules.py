@@ -45,6 +45,8 @@ def requests(draw: st.DrawFn) -> Request:
 
 @dataclass(frozen=True)
 class Cancel:
+    """Of the request that came as number `which`."""
+
     which: int
 
 
@@ -73,7 +75,7 @@ def answers(events: list[TokenEvent]) -> dict[int, list[object]]:
     return found
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def alone(request: Request) -> dict[int, list[object]]:
     """The request's answers on an idle engine that remembers nothing."""
     engine, _ = mock_engine(slots=1, kv_budget=CONTEXT)
