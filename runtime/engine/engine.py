@@ -134,10 +134,14 @@ class Engine:
             return False
         return True
 
-    def cancel(self, handle: RequestHandle) -> None:
+    def cancel(self, handle: RequestHandle, error: CancelledError | None = None) -> None:
         """End a request now; harmless if it has ended already."""
-        error = CancelledError("the request was cancelled")
+        error = error or CancelledError("the request was cancelled")
         self._scheduler.end(handle, State.CANCELLED, error)
+
+    def stop(self, reason: str) -> None:
+        """End every request and accept none any more: something is broken."""
+        self._scheduler.stop(reason)
 
     def step(self) -> bool:
         """Admit, read a chunk's worth of prompts, decode all running rows, sample, emit.

@@ -185,6 +185,8 @@ class Sampler:
         drawn: list[Sampled | EngineError | None],
     ) -> None:
         """Add logprobs where the first run had adjusted the distribution: run without."""
+        # In the rows' order, which is not that of drawing: some rows take more rounds.
+        unscored = dict(sorted(unscored.items()))
         block, block_rows, places = self._block(logits, rows, list(unscored))
         counts = {index: rows[index].params.logprobs or 0 for index in unscored}
         k = self._candidates_for(max(1, *counts.values()))

@@ -11,7 +11,7 @@ import pytest
 
 import ortolan
 from ortolan import LLM, SamplingParams
-from ortolan.errors import BundleError, EngineError, RequestError, TemplateError, UsageError
+from ortolan.errors import BundleError, RequestError, TemplateError, UsageError
 
 CONTEXT = 256
 QUESTION = [{"role": "user", "content": "Name three colours."}]
@@ -73,8 +73,9 @@ def test_second_turn_reuses_the_first_prompt_and_says_so(llm: LLM) -> None:
         {"role": "user", "content": "And a key?"},
     ]
     second = llm.chat(messages, GREEDY)
-    # The last tokens of the first prompt open the assistant's answer, so all of it is shared.
-    assert second.usage.cached_tokens == first.usage.prompt_tokens
+    # The last tokens of the first prompt open the assistant's answer, so all of it is shared:
+    # as many whole blocks as it filled.
+    assert second.usage.cached_tokens == first.usage.prompt_tokens // 16 * 16 > 0
 
 
 def test_seed_repeats_and_differs(llm: LLM) -> None:
@@ -167,7 +168,6 @@ def test_logprobs_are_the_models_own(llm: LLM) -> None:
         ("a", {"logit_bias": {60000: 1.0}}, "logit_bias holds the token id 60000"),
         ("a", {"stop_token_ids": [60000]}, "stop_token_ids holds the token id 60000"),
         ("a", {"top_k": 60000}, "top_k is 60000"),
-        ("a", {"n": 2}, "n is 2"),
     ],
 )
 def test_impossible_request_is_refused_at_once(
@@ -242,10 +242,13 @@ def test_abandoned_stream_frees_its_slot(llm: LLM) -> None:
         stream = llm.stream("Once", GREEDY)
         next(stream)
         open_streams.append(stream)
-    with pytest.raises(EngineError, match="all 3 slots are in use"):
-        next(llm.stream("Once", GREEDY))
-    open_streams.pop().close()
-    assert next(llm.stream("Once", GREEDY)).token_id is not None
+    engine = llm._running()
+    assert engine.stats().running == 3
+    assert engine.stats().kv_tokens > 0
+    for stream in open_streams:
+        stream.close()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.kv_tokens) == (0, 0, 0)
 
 
 def test_closed_model_says_so(smollm2_bundle: Path) -> None:

@@ -223,3 +223,27 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
     """Such a bundle is damaged; slicing would hide it."""
     with pytest.raises(EngineError, match="1003"):
         Sampler(SESSION, VOCAB + 1)
+
+
+def test_rows_that_take_more_rounds_keep_their_own_logprobs(sampler: Sampler) -> None:
+    """Rows are scored together after drawing, which does not end in their order."""
+    logits = random_logits(12, batch=3, spread=0.01)
+    logits[1] = random_logits(13, spread=9.0)
+    # The flat rows need more candidates than fetched at first, the peaked one does not.
+    rows = [
+        row_of(SamplingParams(seed=s, temperature=1.5, top_p=0.99, logprobs=3)) for s in (1, 2, 3)
+    ]
+    together = sampler.sample(logits, rows)
+    assert together == [draw(sampler, logits[index], row) for index, row in enumerate(rows)]
+
+
+def test_given_tokens_are_scored_as_drawn_ones_are(sampler: Sampler) -> None:
+    """Logprobs of a prompt's tokens are the model's own, too."""
+    logits = random_logits(14, batch=4)
+    params = SamplingParams(seed=5, logprobs=3)
+    drawn = sampler.sample(logits, [row_of(params) for _ in range(4)])
+    ids = [one.token_id for one in drawn if isinstance(one, Sampled)]
+    assert sampler.score(logits, ids, 3) == drawn
+    logits[2, 5] = np.nan
+    with pytest.raises(EngineError, match="NaN"):
+        sampler.score(logits, ids, 3)

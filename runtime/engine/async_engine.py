@@ -1,0 +1,235 @@
+"""The engine on a thread of its own, for callers that are coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from ortolan.errors import CancelledError, EngineError, OrtolanError
+from ortolan.runtime.engine.engine import Engine, EngineStats
+from ortolan.runtime.engine.life import RequestHandle
+from ortolan.runtime.params import Request, TokenEvent
+
+# Events that a stream holds before those that follow are merged into the last.
+_MOST_UNREAD = 32
+
+
+class AsyncStream:
+    """A request's events, for one reader. `async for` ends after the last, or raises the error.
+
+    A reader that falls behind gets fewer, longer events: what is held is at most some events
+    and the answer's tokens, and nobody waits for the reader. Leaving early is `cancel` or
+    `aclose`.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, cancel: Callable[[], None]) -> None:
+        self._loop = loop
+        self._cancel = cancel
+        self._lock = threading.Lock()
+        self._unread: deque[TokenEvent] = deque()
+        self._ended = False
+        self._error: OrtolanError | None = None
+        self._news = asyncio.Event()
+        self._told = False  # whether the loop has been told of what is unread
+
+    def cancel(self) -> None:
+        """Give the slot back within one step. Harmless after the end, or a second time."""
+        self._cancel()
+
+    async def aclose(self) -> None:
+        """The same."""
+        self._cancel()
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        while True:
+            with self._lock:
+                self._told = False
+                self._news.clear()
+                if self._unread:
+                    return self._unread.popleft()
+                if self._error is not None:
+                    raise self._error
+                if self._ended:
+                    raise StopAsyncIteration
+            await self._news.wait()
+
+    # Called by the engine's thread.
+
+    def put(self, event: TokenEvent) -> None:
+        """Add an event, merged into the choice's last unread one where many are unread."""
+        with self._lock:
+            if len(self._unread) >= _MOST_UNREAD:
+                for index in range(len(self._unread) - 1, -1, -1):
+                    if self._unread[index].choice == event.choice:
+                        self._unread[index] = self._unread[index].followed_by(event)
+                        return
+            self._unread.append(event)
+
+    def end(self, error: OrtolanError | None) -> None:
+        """There will be no more events."""
+        with self._lock:
+            self._ended, self._error = True, error
+
+    def wake_reader(self) -> bool:
+        """Whether the reader has to be told; True once until it has looked."""
+        with self._lock:
+            told, self._told = self._told, True
+            return not told
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The reader's."""
+        return self._loop
+
+    def tell(self) -> None:
+        """On the reader's loop: there is something to look at."""
+        self._news.set()
+
+
+class AsyncEngine:
+    """Runs an engine's steps on a thread as long as there is work; safe for use by coroutines.
+
+    heartbeat_s: when the thread last showed life, on time.monotonic's clock; while `busy` it
+    grows with every step. A step that raises what it should not breaks the engine: every
+    request ends with the reason, and `stats` tells it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.heartbeat_s = time.monotonic()
+        self._engine = engine
+        self._wake = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._streams: dict[RequestHandle, AsyncStream] = {}
+        self._touched: set[AsyncStream] = set()
+        self._refusal: str | None = None  # why no request is accepted any more
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="ortolan-engine", daemon=True)
+        self._thread.start()
+
+    async def submit(self, request: Request) -> AsyncStream:
+        """Queue a request; its stream. Raises what `Engine.submit` does."""
+        self._engine.check(request)
+        if self._refusal is not None:
+            raise EngineError(self._refusal)
+        loop = asyncio.get_running_loop()
+        accepted: asyncio.Future[AsyncStream] = loop.create_future()
+        self._tell(lambda: self._submit(request, loop, accepted))
+        try:
+            return await asyncio.shield(accepted)
+        except asyncio.CancelledError:
+            # The caller went away while its request was on its way.
+            accepted.add_done_callback(_cancel_accepted)
+            raise
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing and has done; numbers may be a step apart."""
+        return self._engine.stats()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._streams or self._inbox)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Accept nothing new, let running streams finish, then close."""
+        self._refusal = "the engine is shutting down; try another one"
+        deadline = time.monotonic() + timeout_s
+        while self.busy and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        await self.close()
+
+    async def close(self) -> None:
+        """End every request with an error and stop the thread. Harmless a second time."""
+        self._refusal = self._refusal or "the engine is closed; load the model again"
+        self._closing = True
+        self._tell(lambda: None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _tell(self, action: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(action)
+            self._wake.notify()
+
+    # On the engine's thread.
+
+    def _run(self) -> None:
+        while not self._closing:
+            with self._wake:
+                while not self._inbox and not self._streams and not self._closing:
+                    self.heartbeat_s = time.monotonic()
+                    self._wake.wait(timeout=1.0)
+            self._act()
+            try:
+                if self._streams:
+                    self._engine.step()
+            except Exception as exc:  # noqa: BLE001  a fault of ours must end every stream with a reason
+                self._engine.stop(f"{type(exc).__name__}: {exc}")
+            self.heartbeat_s = time.monotonic()
+            self._wake_readers()
+        self._act()
+        for handle in tuple(self._streams):
+            self._engine.cancel(handle, CancelledError("the engine was closed"))
+        self._wake_readers()
+
+    def _act(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _submit(
+        self,
+        request: Request,
+        loop: asyncio.AbstractEventLoop,
+        accepted: asyncio.Future[AsyncStream],
+    ) -> None:
+        try:
+            if self._closing:
+                raise EngineError(self._refusal or "the engine is closed")
+            handle = self._engine.submit(request)
+        except OrtolanError as exc:
+            _on_loop(loop, lambda error=exc: accepted.done() or accepted.set_exception(error))  # type: ignore[misc]
+            return
+        stream = AsyncStream(loop, lambda: self._tell(lambda: self._engine.cancel(handle)))
+        self._streams[handle] = stream
+        handle.sink = lambda event: self._put(stream, event)
+        handle.on_end = lambda: self._end(handle)
+        for event in handle.events:  # a request for no tokens has ended already
+            self._put(stream, event)
+        if handle.done:
+            self._end(handle)
+        _on_loop(loop, lambda: accepted.done() or accepted.set_result(stream))
+
+    def _put(self, stream: AsyncStream, event: TokenEvent) -> None:
+        stream.put(event)
+        self._touched.add(stream)
+
+    def _end(self, handle: RequestHandle) -> None:
+        stream = self._streams.pop(handle)
+        stream.end(handle.error)
+        self._touched.add(stream)
+
+    def _wake_readers(self) -> None:
+        """Tell each loop once of all its streams that have something to read."""
+        told: dict[asyncio.AbstractEventLoop, list[AsyncStream]] = {}
+        for stream in self._touched:
+            if stream.wake_reader():
+                told.setdefault(stream.loop, []).append(stream)
+        self._touched.clear()
+        for loop, streams in told.items():
+            _on_loop(loop, lambda streams=streams: [stream.tell() for stream in streams])  # type: ignore[misc]
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop was closed, and its readers with it
+        loop.call_soon_threadsafe(action)
+
+
+def _cancel_accepted(accepted: asyncio.Future[AsyncStream]) -> None:
+    if not accepted.cancelled() and accepted.exception() is None:
+        accepted.result().cancel()

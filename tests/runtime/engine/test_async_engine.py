@@ -1,0 +1,173 @@
+"""The engine for coroutines: streams, slow readers, cancellation, shutting down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from mock_engine import mock_engine
+
+from ortolan.errors import (
+    CancelledError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    TimedOutError,
+)
+from ortolan.runtime.engine.async_engine import AsyncEngine
+from ortolan.runtime.params import Request, SamplingParams, TokenEvent
+
+
+def request(length: int, max_tokens: int = 8, **settings: Any) -> Request:
+    ids = [5 + i % 40 for i in range(length)]
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=0, ignore_eos=True, n=settings.pop("n", 1)
+    )
+    return Request(ids, params, **settings)
+
+
+@asynccontextmanager
+async def running(**settings: Any) -> AsyncIterator[tuple[AsyncEngine, Any]]:
+    engine, model = mock_engine(**settings)
+    front = AsyncEngine(engine)
+    try:
+        yield front, model
+    finally:
+        await front.close()
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.kv_tokens) == (0, 0, 0)
+
+
+def in_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    """Runs a coroutine as a test, which may take at most 20 s."""
+
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 20))  # type: ignore[arg-type]
+
+    run.__doc__, run.__name__ = test.__doc__, test.__name__
+    return run
+
+
+async def read(stream: AsyncIterator[TokenEvent]) -> list[TokenEvent]:
+    return [event async for event in stream]
+
+
+def tokens(events: list[TokenEvent], choice: int = 0) -> list[int]:
+    return [i for event in events if event.choice == choice for i in event.token_ids]
+
+
+@in_loop
+async def test_streams_run_side_by_side() -> None:
+    async with running() as (front, _):
+        streams = [await front.submit(request(4 + i, n=2)) for i in range(9)]
+        answers = await asyncio.gather(*map(read, streams))
+        for events in answers:
+            assert len(tokens(events, 0)) == len(tokens(events, 1)) == 8
+            assert events[-1].finish_reason == "length"
+        assert front.stats().ended == {"length": 18}
+
+
+@in_loop
+async def test_slow_reader_holds_few_events_and_loses_nothing() -> None:
+    """vllm#56094: output that nobody reads must not pile up, nor slow the others."""
+    async with running() as (front, _):
+        slow = await front.submit(request(4, max_tokens=80, n=2))
+        await read(await front.submit(request(4, max_tokens=80)))
+        while front.busy:
+            await asyncio.sleep(0.001)
+        assert len(slow._unread) <= 34
+        events = await read(slow)
+        reference = await read(await front.submit(request(4, max_tokens=80)))
+        assert tokens(events, 0) == tokens(events, 1) == tokens(reference)
+        assert [e.finish_reason for e in events if e.finish_reason] == ["length"] * 2
+
+
+@in_loop
+async def test_cancelled_stream_ends_with_an_error() -> None:
+    """Every stream ends with a finish reason or an error (vllm#52852)."""
+    async with running() as (front, _):
+        stream = await front.submit(request(4, max_tokens=80))
+        await anext(stream)
+        stream.cancel()
+        stream.cancel()
+        with pytest.raises(CancelledError):
+            await read(stream)
+        other = await read(await front.submit(request(4)))
+        assert len(other) == 8
+        stream.cancel()  # after the end, too
+
+
+@in_loop
+async def test_caller_that_goes_away_while_submitting_leaves_nothing() -> None:
+    """grpc#43360: a call cancelled at any moment must not hold a slot."""
+    async with running() as (front, _):
+        for delay in range(20):
+            task = asyncio.create_task(front.submit(request(4, max_tokens=80)))
+            for _ in range(delay):
+                await asyncio.sleep(0)
+            if not task.done():
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            else:
+                task.result().cancel()
+        for _ in range(2000):
+            if not front.busy:
+                break
+            await asyncio.sleep(0.001)
+        assert not front.busy
+
+
+@in_loop
+async def test_refusals_reach_the_caller() -> None:
+    async with running(slots=1, max_waiting=1) as (front, _):
+        with pytest.raises(RequestError, match="empty"):
+            await front.submit(request(0))
+        late = await front.submit(request(4, max_tokens=80, timeout_s=0.05))
+        with pytest.raises(TimedOutError, match=r"0\.05 s"):
+            await read(late)
+        # One runs, one waits, a third is too many, unless the first has ended by then.
+        submitted = [front.submit(request(4, max_tokens=80)) for _ in range(50)]
+        results = await asyncio.gather(*submitted, return_exceptions=True)
+        assert any(isinstance(result, OverloadedError) for result in results)
+        for result in results:
+            if not isinstance(result, BaseException):
+                result.cancel()
+
+
+@in_loop
+async def test_draining_lets_streams_finish_and_refuses_new_ones() -> None:
+    """vllm#34730: no new work, running streams go on."""
+    async with running() as (front, _):
+        stream = await front.submit(request(4, max_tokens=80))
+        draining = asyncio.create_task(front.drain(10))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="shutting down"):
+            await front.submit(request(4))
+        assert len(tokens(await read(stream))) == 80
+        await draining
+
+
+@in_loop
+async def test_draining_ends_what_takes_too_long_with_an_error() -> None:
+    async with running(slots=1) as (front, _):
+        streams = [await front.submit(request(4, max_tokens=90)) for _ in range(50)]
+        await front.drain(0)
+        with pytest.raises(CancelledError, match="closed"):
+            await read(streams[-1])
+
+
+@in_loop
+async def test_a_fault_of_ours_ends_every_stream_with_the_reason() -> None:
+    """vllm#52852: nobody waits for an engine that has died."""
+    async with running() as (front, model):
+        stream = await front.submit(request(4, max_tokens=80))
+        model.decode = None
+        with pytest.raises(EngineError, match="TypeError"):
+            await read(stream)
+        assert "TypeError" in (front.stats().broken or "")
+        with pytest.raises(EngineError, match="TypeError"):
+            await front.submit(request(4))
