@@ -7,9 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (gives numpy bfloat16)
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from ortolan.export.hf_reader import HfCheckpoint
+from ortolan.graphs.formats import FLOAT32
 from ortolan.graphs.manifest import ModelConfig
 
 ARCH = Path(__file__).parents[1] / "data" / "arch"
@@ -81,3 +85,15 @@ def test_rotary_tables_are_made_for_kinds_of_layers_that_there_are(tmp_path: Pat
     assert full.ropes == ["global"]
     sliding = changed(tmp_path / "c", "gemma3", (), layer_types=["sliding_attention"] * 6)
     assert sliding.ropes == ["local"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_one_is_added_to_a_gemma_norm_in_float32(tmp_path: Path, dtype: str) -> None:
+    """In the file's own 16 bits, the sum would lose most of what the weight says."""
+    folder = shutil.copytree(ARCH / "gemma", tmp_path / "gemma")
+    stored = {k: v.astype(dtype) for k, v in load_file(folder / "model.safetensors").items()}
+    save_file(stored, folder / "model.safetensors")
+    checkpoint, name = HfCheckpoint(folder), "model.layers.0.input_layernorm"
+    assert checkpoint.formats[name] == checkpoint.read(name).format == FLOAT32
+    expected = stored[f"{name}.weight"].astype(np.float32) + np.float32(1)
+    np.testing.assert_array_equal(checkpoint.read(name).codes, expected)
