@@ -149,7 +149,7 @@ def stored_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     fused = FORMS[config.architecture].fused
     stored: dict[str, tuple[str, ...]] = {}
     held = {part for parts in fused.values() for part in parts}
-    parts_of_a_layer = {**_PARTS, **_norm_names(config)}
+    names_within_layer = {**_PARTS, **_norm_names(config)}
     for name in weight_shapes(config):
         if name in _TOP:
             stored[f"{_TOP[name]}.weight"] = (name,)
@@ -158,7 +158,7 @@ def stored_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         suffix = ".bias" if part.endswith(".bias") else ".weight"
         part = part.removesuffix(".bias")
         if part not in held:
-            stored[f"blk.{layer}.{parts_of_a_layer[part]}{suffix}"] = (name,)
+            stored[f"blk.{layer}.{names_within_layer[part]}{suffix}"] = (name,)
     for i in range(config.num_layers):
         for whole, parts in fused.items():
             stored[f"blk.{i}.{whole}.weight"] = tuple(layer_name(i, part) for part in parts)
