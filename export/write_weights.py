@@ -17,7 +17,6 @@ from ortolan.graphs.flavor import Flavor
 from ortolan.graphs.formats import (
     EMBEDDING,
     FINAL_NORM,
-    LAYER_NORMS,
     LM_HEAD,
     QK_NORMS,
     Formats,
@@ -25,11 +24,12 @@ from ortolan.graphs.formats import (
     WeightFormat,
     head_projection,
     layer_name,
+    layer_norms,
     plan_layer,
 )
 from ortolan.graphs.linear import ONNX_DTYPES
-from ortolan.graphs.manifest import ModelConfig, WeightGroup
-from ortolan.graphs.rotary import rotary_table
+from ortolan.graphs.manifest import ModelConfig, RopeName, WeightGroup
+from ortolan.graphs.rotary import rope_tables, rotary_table
 
 
 class Checkpoint(Protocol):
@@ -89,8 +89,8 @@ class WeightsWriter:
         yield Item("rotary", "model.rotary", self._rotary)
         for i in range(self._config.num_layers):
             plan = plan_layer(self._config, self._formats, i)
-            norms = (*LAYER_NORMS, *QK_NORMS) if self._config.qk_norm else LAYER_NORMS
-            for norm in norms:
+            norms = layer_norms(self._config).names
+            for norm in (*norms, *QK_NORMS) if self._config.qk_norm else norms:
                 yield self._norm(layer_name(i, norm))
             for projection in (*plan.qkv, plan.attention_out):
                 yield self._projection("attention", projection)
@@ -180,18 +180,26 @@ class WeightsWriter:
         self._file.add_view(head_scale, table_scale, (vocab * blocks,))
 
     def _rotary(self) -> Written:
+        elements = size = 0
+        for rope in self._config.ropes:
+            for name, table in zip(rope_tables(rope), self._rotary_tables(rope), strict=True):
+                size += self._file.add(f"model.{name}", table, ir.DataType.FLOAT)
+                elements += table.size
+        return Written(WeightFormat("float32"), elements, size)
+
+    def _rotary_tables(self, rope: RopeName) -> tuple[Array, Array]:
         config = self._config
-        tables = rotary_table(
-            config.rotary_dim or config.head_dim,
+        dim = config.rotary_dim or config.head_dim
+        if rope == "local":
+            assert config.window_rope_theta is not None
+            return rotary_table(dim, config.max_context, config.window_rope_theta)
+        return rotary_table(
+            dim,
             config.max_context,
             config.rope_theta,
             config.rope_divisors,
             config.rope_magnitude,
         )
-        size = 0
-        for name, table in zip(("cos", "sin"), tables, strict=True):
-            size += self._file.add(f"model.{name}_table", table, ir.DataType.FLOAT)
-        return Written(WeightFormat("float32"), 2 * tables[0].size, size)
 
 
 def signed_rows(weight: Weight) -> Array:
