@@ -22,6 +22,7 @@ from ortolan.errors import BundleError
 
 _PARTIAL = ".ortolan-partial-"
 _OLD = ".ortolan-old-"
+_LOCK_TRIES = 10
 
 
 @contextlib.contextmanager
@@ -55,24 +56,39 @@ def published_folder(target: Path, *, force: bool, replaceable: Collection[str])
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
     path = target.parent / f".{target.name}.lock"
-    lock = FileLock(path, blocking=False)
+    lock = _acquired(path)
+    if lock is None:
+        raise BundleError(
+            f"{target}: another export is writing it; wait for its end or choose another name"
+        )
     try:
-        lock.acquire()
-        free = path.exists()  # or else the run that held it has just ended and unlinked it
-    except Timeout:
-        free = False
-    try:
-        if not free:
-            raise BundleError(
-                f"{target}: another export is writing it; wait for its end or choose another name"
-            )
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):  # Windows cannot, and filelock unlinks it there
-                path.unlink()
+        yield
     finally:
+        with contextlib.suppress(OSError):  # Windows cannot, and filelock unlinks it there
+            path.unlink()
         lock.release()
+
+
+def _acquired(path: Path) -> FileLock | None:
+    """The lock of that file, or None while another run holds it.
+
+    A run unlinks the file at its end. Whoever had opened it by then gets a lock that keeps nobody
+    out, since a third run makes the file anew: so it has to be one file before and after.
+    """
+    for _ in range(_LOCK_TRIES):
+        lock = FileLock(path, blocking=False)
+        try:
+            path.touch()
+            before = path.stat()
+            lock.acquire()
+            if os.path.samestat(before, path.stat()):
+                return lock
+        except Timeout:
+            return None
+        except FileNotFoundError:  # unlinked this very moment
+            pass
+        lock.release()
+    return None
 
 
 def _check_free(target: Path, force: bool, replaceable: Collection[str]) -> None:
