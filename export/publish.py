@@ -21,7 +21,9 @@ from filelock import FileLock, Timeout
 from ortolan.errors import BundleError
 
 _PARTIAL = ".ortolan-partial-"
+_REPORT = f"{_PARTIAL}report-"
 _OLD = ".ortolan-old-"
+_ALIVE = ".alive"
 _LOCK_TRIES = 10
 
 
@@ -51,6 +53,24 @@ def published_folder(target: Path, *, force: bool, replaceable: Collection[str])
                 shutil.rmtree(folder, ignore_errors=True)  # gone already when all went well
     except OSError as exc:
         raise _write_error(target, exc) from exc
+
+
+@contextlib.contextmanager
+def folder_beside(target: Path) -> Iterator[Path]:
+    """A folder to work in after `target` is published; it vanishes at the end.
+
+    The next run to that target removes it if this one was killed, and leaves it alone if not. It
+    is in the system's temporary folder where nothing can be written beside the target.
+    """
+    parent = target.absolute().parent
+    with tempfile.TemporaryDirectory(
+        prefix=f".{target.name}{_REPORT}",
+        dir=parent if os.access(parent, os.W_OK) else None,
+        ignore_cleanup_errors=True,  # Windows keeps files that are mapped
+    ) as name:
+        folder = Path(name)
+        with FileLock(folder / _ALIVE):
+            yield folder
 
 
 @contextlib.contextmanager
@@ -131,11 +151,16 @@ def _restore_or_remove_stale(target: Path) -> None:
 
     Only what has exactly the form that a run gives it: a neighbour may look alike.
     """
-    partial = re.compile(re.escape(f".{target.name}{_PARTIAL}") + r"(report-[a-z0-9_]{8}|\d+)")
+    partial = re.compile(re.escape(f".{target.name}{_PARTIAL}") + r"\d+")
+    report = re.compile(re.escape(f".{target.name}{_REPORT}") + r"[a-z0-9_]{8}")
     old = re.compile(re.escape(f".{target.name}{_OLD}") + r"[a-z0-9_]{8}")
     for path in sorted(target.parent.iterdir()):
         if partial.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
+        elif report.fullmatch(path.name):
+            with contextlib.suppress(OSError):  # Timeout too: a live run works in it
+                FileLock(path / _ALIVE, blocking=False).acquire().lock.release()
+                shutil.rmtree(path, ignore_errors=True)
         elif old.fullmatch(path.name) and {item.name for item in path.iterdir()} <= {target.name}:
             _restore(path, target)
 

@@ -15,7 +15,7 @@ from publishing import NAMES, assert_only_old_is_left, names, publish_to, write_
 from ortolan.errors import BundleError
 from ortolan.export import publish
 from ortolan.export.exporter import ExportOptions, export_bundle
-from ortolan.export.publish import published_folder
+from ortolan.export.publish import folder_beside, published_folder
 
 AWKWARD_NAMES = ["plain", "two words", "grün-模型", "[x]*?", ".hidden", "-dash", "a.partial-b"]
 
@@ -187,6 +187,28 @@ def test_a_folder_with_something_of_somebodys_is_never_replaced(tmp_path: Path) 
     with pytest.raises(BundleError, match=r"thesis\.txt.*no part of a bundle"):
         publish_to(target, force=True)
     assert (target / "thesis.txt").read_text() == "precious"
+
+
+def test_a_folder_beside_is_left_alone_while_it_is_used(old: Path) -> None:
+    """A second export during the first one's report must not take away what that reads."""
+    with folder_beside(old) as folder:
+        (folder / "packed").write_text("")
+        assert folder.parent == old.parent
+        with pytest.raises(BundleError, match="--force"):
+            publish_to(old)
+        publish_to(old, "newer", force=True)
+        assert (folder / "packed").exists()
+    assert names(old.parent) == ["bundle"]
+
+
+def test_a_folder_beside_of_a_killed_run_is_removed(old: Path) -> None:
+    """Its lock went with it."""
+    dead = old.with_name(".bundle.ortolan-partial-report-abcd_123")
+    dead.mkdir()
+    (dead / ".alive").write_text("")
+    with pytest.raises(BundleError, match="--force"):
+        publish_to(old)
+    assert_only_old_is_left(old)
 
 
 def test_a_stale_folder_of_another_target_is_left_alone(tmp_path: Path) -> None:
