@@ -26,6 +26,7 @@ from ortolan.runtime.params import (
     TokenLogprob,
     Usage,
 )
+from ortolan.runtime.sampling_defaults import sampling_defaults
 from ortolan.runtime.text.chat_template import ChatTemplate
 from ortolan.runtime.text.detokenizer import Detokenizer
 from ortolan.runtime.text.no_tokenizer import NoTokenizer, no_text, open_tokenizer
@@ -54,6 +55,9 @@ def load(path: str | Path, **settings: Any) -> LLM:
 class LLM:
     """A loaded model. Close it, or use it as a context manager, to give its memory back.
 
+    sampling_defaults: what the checkpoint says about sampling, as fields of SamplingParams.
+    default_params: the same over the fields' own defaults; taken where a call gives no params.
+    Params that are given are taken as they are.
     Not safe for use from several threads at once.
     """
 
@@ -64,9 +68,12 @@ class LLM:
         self.manifest: Manifest = bundle.manifest
         self.config = config
         self.tokenizer: Tokenizer = open_tokenizer(bundle)
+        vocab_size = bundle.manifest.model.vocab_size
+        self.sampling_defaults: Mapping[str, Any] = sampling_defaults(bundle.path, vocab_size)
+        self.default_params = SamplingParams(**self.sampling_defaults)
         self._path = bundle.path
         self._template: ChatTemplate | None = None
-        num_valid = min(self.tokenizer.vocab_size, bundle.manifest.model.vocab_size)
+        num_valid = min(self.tokenizer.vocab_size, vocab_size)
         self._engine: Engine | None = Engine(bundle, config, num_valid)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
@@ -74,7 +81,7 @@ class LLM:
 
         Raises RequestError before the first event for a prompt or setting that cannot be served.
         """
-        return self._stream(self.encode(prompt), params or SamplingParams(), continues=True)
+        return self._stream(self.encode(prompt), params, continues=True)
 
     def stream_chat(
         self, messages: Messages, params: SamplingParams | None = None
@@ -83,7 +90,7 @@ class LLM:
 
         KV that an earlier prompt left is reused as far as this one begins alike.
         """
-        return self._stream(self.encode_chat(messages), params or SamplingParams(), continues=False)
+        return self._stream(self.encode_chat(messages), params, continues=False)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
@@ -134,9 +141,10 @@ class LLM:
         self.close()
 
     def _stream(
-        self, ids: list[int], params: SamplingParams, *, continues: bool
+        self, ids: list[int], params: SamplingParams | None, *, continues: bool
     ) -> Iterator[TokenEvent]:
         engine = self._running()
+        params = self.default_params if params is None else params
         if params.stop and isinstance(self.tokenizer, NoTokenizer):
             raise no_text()
         request = Request(ids, params)
