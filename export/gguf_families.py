@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,63 @@ def _granite(settings: Settings, layers: int) -> dict[str, Any]:
     }
 
 
+def _gemma(settings: Settings, layers: int) -> dict[str, Any]:
+    # One is added to norms already.
+    return {
+        "embedding_multiplier": math.sqrt(settings.integer("embedding_length")),
+        "activation": "gelu_tanh",
+    }
+
+
+def _gemma_from_2(settings: Settings, layers: int, period: int, largest: int) -> dict[str, Any]:
+    """What Gemma 2 and 3 share. largest: layers of the model with another scale of scores.
+
+    The file says neither; llama.cpp goes by the number of layers, too.
+    """
+    hidden, heads = settings.integer("embedding_length"), settings.integer("attention.head_count")
+    head_dim = settings.integer("attention.key_length", hidden // heads)
+    pattern = settings.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        if len(pattern) != layers or not all(type(windowed) is bool for windowed in pattern):
+            expected = f"a number or a list of {layers} flags"
+            raise settings.unfit("attention.sliding_window_pattern", pattern, expected)
+    else:
+        period = settings.integer("attention.sliding_window_pattern", period)
+        pattern = [(i + 1) % period != 0 for i in range(layers)]
+    return {
+        **_gemma(settings, layers),
+        "post_norms": True,
+        "attention_scale": (hidden // heads if layers == largest else head_dim) ** -0.5,
+        "sliding_window": settings.integer("attention.sliding_window"),
+        "window_layers": pattern,
+    }
+
+
+def _gemma2(settings: Settings, layers: int) -> dict[str, Any]:
+    return {
+        **_gemma_from_2(settings, layers, period=2, largest=46),
+        "attention_softcap": float(settings.number("attn_logit_softcapping", 50.0)),
+        "logits_softcap": float(settings.number("final_logit_softcapping", 30.0)),
+    }
+
+
+def _gemma3(settings: Settings, layers: int) -> dict[str, Any]:
+    settings.expect("rope.scaling.type", "none", "linear")  # of layers without a window alone
+    theta = float(settings.number("rope.freq_base_swa", 10000.0))
+    if theta <= 1:
+        raise settings.unfit("rope.freq_base_swa", theta, "a number above 1")
+    return {
+        **_gemma_from_2(settings, layers, period=6, largest=62),
+        "qk_norm": True,
+        "window_rope_theta": theta,
+    }
+
+
+def _olmo2(settings: Settings, layers: int) -> dict[str, Any]:
+    # With a window, the file is an OLMo 3: refused, since nobody reads that setting.
+    return {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True}
+
+
 # By general.architecture, which equals Hugging Face's model_type. Mistral is stored as llama: a
 # window, where a file has one, is Mistral's. Rows are paired where the converter's class derives
 # from LlamaModel. llama.cpp reads phi3's window and leaves it out; the models are trained with it.
@@ -69,4 +127,8 @@ FORMS: Mapping[str, Gguf] = {
     ),
     "smollm3": Gguf(own=_smollm3, paired_rows=True, biases=_ANY_BIAS),
     "granite": Gguf(own=_granite, paired_rows=True, biases=_ANY_BIAS),
+    "gemma": Gguf(own=_gemma),
+    "gemma2": Gguf(own=_gemma2),
+    "gemma3": Gguf(own=_gemma3),
+    "olmo2": Gguf(own=_olmo2),
 }

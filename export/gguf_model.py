@@ -13,7 +13,14 @@ from ortolan.export.families.base import check_heads
 from ortolan.export.gguf_families import FORMS, Gguf
 from ortolan.export.gguf_rope import ReadVector, read_gguf_rope
 from ortolan.export.settings import Settings
-from ortolan.graphs.formats import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name, weight_shapes
+from ortolan.graphs.formats import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    layer_name,
+    layer_norms,
+    weight_shapes,
+)
 from ortolan.graphs.manifest import ModelConfig
 
 # Far above any that exists; a damaged number must not make tables of gigabytes.
@@ -22,14 +29,12 @@ _LARGEST_HEAD = 4096
 # State-dict names -> GGUF's, both without ".weight"; the second table within a layer.
 _TOP = {EMBEDDING: "token_embd", FINAL_NORM: "output_norm", LM_HEAD: "output"}
 _PARTS: Mapping[str, str] = {
-    "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -144,6 +149,7 @@ def stored_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     fused = FORMS[config.architecture].fused
     stored: dict[str, tuple[str, ...]] = {}
     held = {part for parts in fused.values() for part in parts}
+    names_within_layer = {**_PARTS, **_norm_names(config)}
     for name in weight_shapes(config):
         if name in _TOP:
             stored[f"{_TOP[name]}.weight"] = (name,)
@@ -152,11 +158,23 @@ def stored_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         suffix = ".bias" if part.endswith(".bias") else ".weight"
         part = part.removesuffix(".bias")
         if part not in held:
-            stored[f"blk.{layer}.{_PARTS[part]}{suffix}"] = (name,)
+            stored[f"blk.{layer}.{names_within_layer[part]}{suffix}"] = (name,)
     for i in range(config.num_layers):
         for whole, parts in fused.items():
             stored[f"blk.{i}.{whole}.weight"] = tuple(layer_name(i, part) for part in parts)
     return stored
+
+
+def _norm_names(config: ModelConfig) -> dict[str, str]:
+    """Names of a layer's norms, which llama.cpp has by what they norm."""
+    norms = layer_norms(config)
+    names = {
+        norms.attention_in: "attn_norm",
+        norms.attention_out: "post_attention_norm",
+        norms.mlp_in: "ffn_norm",
+        norms.mlp_out: "post_ffw_norm",
+    }
+    return {name: stored for name, stored in names.items() if name is not None}
 
 
 def rotary_rows(config: ModelConfig, name: str) -> npt.NDArray[np.int64] | None:

@@ -20,7 +20,7 @@ from ortolan.export.settings import Settings
 from ortolan.export.sources import source_name
 from ortolan.export.tensor_names import check_names
 from ortolan.export.weights import Array, Weight
-from ortolan.graphs.formats import WeightFormat, layer_name, weight_shapes
+from ortolan.graphs.formats import FLOAT32, WeightFormat, layer_name, weight_shapes
 from ortolan.graphs.manifest import ModelConfig
 
 CONFIG = "config.json"
@@ -71,8 +71,10 @@ class HfCheckpoint:
             )
         self.config: ModelConfig = model_config(family, Settings(where, values), requested_context)
         self._parts = _match(folder, self.config, family, tensors)
+        self._centred = _norms(self.config) if family.centred_norms else frozenset()
         self.formats: dict[str, WeightFormat] = {
-            name: _FORMATS[part.stored.dtype][0] for name, part in self._parts.items()
+            name: FLOAT32 if name in self._centred else _FORMATS[part.stored.dtype][0]
+            for name, part in self._parts.items()
         }
 
     @property
@@ -96,6 +98,8 @@ class HfCheckpoint:
                 f"{part.stored.file}: tensor {part.stored.tensor} holds numbers that are not "
                 "finite; fetch the file again"
             )
+        if name in self._centred:  # as transformers adds: in float32
+            return Weight(FLOAT32, weight.dequantized() + np.float32(1))
         return weight
 
 
@@ -167,6 +171,12 @@ def _check_same(head: Stored, table: Stored) -> None:
             f"{head.file}: {_HEAD} is not {_TABLE}, though {CONFIG} says tie_word_embeddings; "
             "set it to false there if the head is meant to be its own"
         )
+
+
+def _norms(config: ModelConfig) -> frozenset[str]:
+    """The names of all norms."""
+    shapes = weight_shapes(config).items()
+    return frozenset(n for n, shape in shapes if len(shape) == 1 and not n.endswith(".bias"))
 
 
 def _stored_name(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,18 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 # What the runtime can undo token by token: byte-level BPE alone, or steps of SentencePiece.
 _BYTE_LEVEL, _SENTENCEPIECE = {"ByteLevel"}, {"Replace", "ByteFallback", "Fuse", "Strip"}
 
-# Sampling defaults that a bundle keeps; everything else in the file steers Hugging Face's code.
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Sampling defaults that a bundle keeps: what is accepted, and how an error says it; the bounds
+# are those of the runtime's SamplingParams. All else in the file steers Hugging Face's code.
+_SAMPLING: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 <= value < 1e9, "a number from 0 up"),
+    "top_k": (
+        lambda value: isinstance(value, int) and value >= -1,
+        "a whole number from 0 up, or -1 for none",
+    ),
+    "top_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda value: 0 < value < 1e9, "a number above 0"),
+}
 
 
 def hf_texts(folder: Path, vocab_size: int) -> dict[str, bytes]:
@@ -194,20 +204,22 @@ class _SpecialIds:
 
     def _sampling(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        if isinstance(sample := self._generation.get("do_sample"), bool):
+        sample = self._generation.get("do_sample")
+        if isinstance(sample, bool):
             values["do_sample"] = sample
-        for key in _SAMPLING:
+        elif sample is not None:
+            raise self._refused("do_sample", sample, "true or false")
+        for key, (accepts, said) in _SAMPLING.items():
             value = self._generation.get(key)
             if value is None:
                 continue
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not 0 <= value < 1e9
-            ):
-                raise CheckpointError(
-                    f"{self._folder / GENERATION}: {key} is {str(value)[:80]}, expected a number "
-                    "from 0 up"
-                )
+            if type(value) not in (int, float) or not accepts(value):
+                raise self._refused(key, value, said)
             values[key] = value
         return values
+
+    def _refused(self, key: str, value: object, expected: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder / GENERATION}: {key} is {str(value)[:80]}, expected {expected}; "
+            "correct the file, or take the setting out of it"
+        )

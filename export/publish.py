@@ -21,7 +21,10 @@ from filelock import FileLock, Timeout
 from ortolan.errors import BundleError
 
 _PARTIAL = ".ortolan-partial-"
+_REPORT = f"{_PARTIAL}report-"
 _OLD = ".ortolan-old-"
+_ALIVE = ".alive"
+_LOCK_TRIES = 10
 
 
 @contextlib.contextmanager
@@ -53,26 +56,59 @@ def published_folder(target: Path, *, force: bool, replaceable: Collection[str])
 
 
 @contextlib.contextmanager
+def folder_beside(target: Path) -> Iterator[Path]:
+    """A folder to work in after `target` is published; it vanishes at the end.
+
+    The next run to that target removes it if this one was killed, and leaves it alone if not. It
+    is in the system's temporary folder where nothing can be written beside the target.
+    """
+    parent = target.absolute().parent
+    with tempfile.TemporaryDirectory(
+        prefix=f".{target.name}{_REPORT}",
+        dir=parent if os.access(parent, os.W_OK) else None,
+        ignore_cleanup_errors=True,  # Windows keeps files that are mapped
+    ) as name:
+        folder = Path(name)
+        with FileLock(folder / _ALIVE):
+            yield folder
+
+
+@contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
     path = target.parent / f".{target.name}.lock"
-    lock = FileLock(path, blocking=False)
+    lock = _acquired(path)
+    if lock is None:
+        raise BundleError(
+            f"{target}: another export is writing it; wait for its end or choose another name"
+        )
     try:
-        lock.acquire()
-        free = path.exists()  # or else the run that held it has just ended and unlinked it
-    except Timeout:
-        free = False
-    try:
-        if not free:
-            raise BundleError(
-                f"{target}: another export is writing it; wait for its end or choose another name"
-            )
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):  # Windows cannot, and filelock unlinks it there
-                path.unlink()
+        yield
     finally:
+        with contextlib.suppress(OSError):  # Windows cannot, and filelock unlinks it there
+            path.unlink()
         lock.release()
+
+
+def _acquired(path: Path) -> FileLock | None:
+    """The lock of that file, or None while another run holds it.
+
+    A run unlinks the file at its end. Whoever had opened it by then gets a lock that keeps nobody
+    out, since a third run makes the file anew: so it has to be one file before and after.
+    """
+    for _ in range(_LOCK_TRIES):
+        lock = FileLock(path, blocking=False)
+        try:
+            path.touch()
+            before = path.stat()
+            lock.acquire()
+            if os.path.samestat(before, path.stat()):
+                return lock
+        except Timeout:
+            return None
+        except FileNotFoundError:  # unlinked this very moment
+            pass
+        lock.release()
+    return None
 
 
 def _check_free(target: Path, force: bool, replaceable: Collection[str]) -> None:
@@ -115,11 +151,16 @@ def _restore_or_remove_stale(target: Path) -> None:
 
     Only what has exactly the form that a run gives it: a neighbour may look alike.
     """
-    partial = re.compile(re.escape(f".{target.name}{_PARTIAL}") + r"(report-[a-z0-9_]{8}|\d+)")
+    partial = re.compile(re.escape(f".{target.name}{_PARTIAL}") + r"\d+")
+    report = re.compile(re.escape(f".{target.name}{_REPORT}") + r"[a-z0-9_]{8}")
     old = re.compile(re.escape(f".{target.name}{_OLD}") + r"[a-z0-9_]{8}")
     for path in sorted(target.parent.iterdir()):
         if partial.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
+        elif report.fullmatch(path.name):
+            with contextlib.suppress(OSError):  # Timeout too: a live run works in it
+                FileLock(path / _ALIVE, blocking=False).acquire().lock.release()
+                shutil.rmtree(path, ignore_errors=True)
         elif old.fullmatch(path.name) and {item.name for item in path.iterdir()} <= {target.name}:
             _restore(path, target)
 

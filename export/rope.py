@@ -22,7 +22,10 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Rope:
-    """What ModelConfig says of rotary embedding. max_context: positions it is made for."""
+    """What ModelConfig says of rotary embedding.
+
+    max_context: positions it is made for; window_theta: see ModelConfig.window_rope_theta.
+    """
 
     kind: str
     theta: float
@@ -30,6 +33,7 @@ class Rope:
     max_context: int
     divisors: list[float] | None = None
     magnitude: float = 1.0
+    window_theta: float | None = None
 
     def fields(self) -> dict[str, Any]:
         """The fields of ModelConfig."""
@@ -40,17 +44,24 @@ class Rope:
             "max_context": self.max_context,
             "rope_divisors": self.divisors,
             "rope_magnitude": self.magnitude,
+            "window_rope_theta": self.window_theta,
         }
 
 
 def read_rope(
-    settings: Settings, head_dim: int, requested_context: int | None, default_theta: float
+    settings: Settings,
+    head_dim: int,
+    requested_context: int | None,
+    default_theta: float,
+    default_window_theta: float | None = None,
 ) -> Rope:
     """Rope from a Hugging Face config, in either spelling.
 
     transformers 5 writes one object `rope_parameters`; earlier ones `rope_theta` and
     `rope_scaling`. requested_context: the positions asked for, or None; longrope has factors for
     contexts within the original one and others beyond, and is made for one of them.
+    default_window_theta: for families whose layers with a window have rope of their own, in
+    `rope_parameters` by kind of layer; earlier, their base was `rope_local_base_freq`.
     Raises ConfigError for a kind that is not known, and for `dynamic`, whose frequencies change
     with the length of the text; CheckpointError for settings that contradict each other.
     """
@@ -60,7 +71,14 @@ def read_rope(
             f"--max-context {requested_context} is not possible; this checkpoint allows 2 to "
             f"{positions}"
         )
-    scaling = settings.nested("rope_parameters") or settings.nested("rope_scaling")
+    scaling, window_theta = settings.nested("rope_parameters"), None
+    if default_window_theta is not None:
+        kinds = scaling or Settings(settings.where, {})
+        window_theta = _window_theta(
+            settings, kinds.nested("sliding_attention"), default_window_theta
+        )
+        scaling = kinds.nested("full_attention")
+    scaling = scaling or settings.nested("rope_scaling")
     values = scaling or Settings(settings.where, {}, "rope_parameters.")
     merged = Settings(
         settings.where, {key: _agreed(settings, values, key) for key in _IN_EITHER_PLACE}
@@ -86,19 +104,34 @@ def read_rope(
         max_context=context,
         divisors=None if divisors is None else [float(d) for d in divisors],
         magnitude=magnitude,
+        window_theta=window_theta,
     )
+
+
+def _window_theta(settings: Settings, values: Settings | None, default: float) -> float:
+    """The base of layers with a window, whose rope is not scaled."""
+    values = values or Settings(settings.where, {}, "rope_parameters.sliding_attention.")
+    if (kind := _kind(values)) != "default":
+        raise values.unsupported("rope_type", kind)
+    key = "rope_local_base_freq"
+    merged = Settings(settings.where, {key: _agreed(settings, values, key, "rope_theta")})
+    base = float(merged.number(key, default))
+    if base <= 1:
+        raise merged.unfit(key, base, "a number above 1")
+    return base
 
 
 _ORIGINAL = "original_max_position_embeddings"
 _IN_EITHER_PLACE = ("rope_theta", "partial_rotary_factor", _ORIGINAL)
 
 
-def _agreed(outer: Settings, inner: Settings, key: str) -> Any:
+def _agreed(outer: Settings, inner: Settings, key: str, inner_key: str | None = None) -> Any:
     """A setting that old configs have beside the scaling and new ones in it."""
-    a, b = outer.get(key), inner.get(key)
+    inner_key = inner_key or key
+    a, b = outer.get(key), inner.get(inner_key)
     if a is not None and b is not None and a != b:
         raise CheckpointError(
-            f"{outer.where}: {key} is {short(a)}, but {inner.prefix}{key} is {short(b)}"
+            f"{outer.where}: {key} is {short(a)}, but {inner.prefix}{inner_key} is {short(b)}"
         )
     return a if b is None else b
 

@@ -75,6 +75,16 @@ class Weight:
         """Some of the rows, as views."""
         return self.take_rows(slice(start, stop))
 
+    def columns(self, start: int, stop: int) -> Weight:
+        """Some of the inputs K, as views. `start` is where a block begins."""
+        scale, offset = self.scale, self.offset
+        if scale is not None:
+            size = self.format.block_size
+            blocks = slice(start // size, -(-stop // size))
+            scale = scale[:, blocks]
+            offset = None if offset is None else offset[:, blocks]
+        return replace(self, codes=self.codes[:, start:stop], scale=scale, offset=offset)
+
     def take_rows(self, order: npt.NDArray[np.int64] | slice) -> Weight:
         """Rows in another order; exact, since blocks run along K."""
         return replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -16,7 +17,7 @@ from ortolan.graphs.manifest import FileEntry
 _LARGE_ALIGNMENT = 4096
 _SMALL_ALIGNMENT = 64
 _LARGE = 64 * 1024
-_SLAB = 16 << 20
+SLAB_BYTES = 16 << 20  # written at a time
 
 
 def pack_int4(codes: Array) -> Array:
@@ -60,17 +61,29 @@ class WeightsFile:
     def add(self, name: str, array: Array, dtype: ir.DataType) -> int:
         """Write a tensor; int4 values come as int8 and are packed. Returns its bytes."""
         data = pack_int4(array) if dtype == ir.DataType.INT4 else array
-        alignment = _LARGE_ALIGNMENT if data.nbytes >= _LARGE else _SMALL_ALIGNMENT
-        self._write(bytes(-self._size % alignment))
-        offset = self._size
         # A transposed matrix is laid out a slab at a time: large ones are not held twice.
         lines = np.atleast_1d(data)
-        step = max(1, _SLAB * len(lines) // max(1, data.nbytes))
-        for start in range(0, len(lines), step):
-            slab = np.ascontiguousarray(lines[start : start + step])
-            self._write(slab.reshape(-1).view(np.uint8).data)
-        self.tensors[name] = self._reference(name, dtype, array.shape, offset, data.nbytes)
-        return int(data.nbytes)
+        step = max(1, SLAB_BYTES * len(lines) // max(1, data.nbytes))
+        slabs = (lines[start : start + step] for start in range(0, len(lines), step))
+        return self.add_slabs(name, array.shape, dtype, data.nbytes, slabs)
+
+    def add_slabs(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: ir.DataType,
+        size: int,
+        slabs: Iterable[Array],
+    ) -> int:
+        """Write a tensor of `size` bytes that is made piece by piece. Returns its bytes."""
+        alignment = _LARGE_ALIGNMENT if size >= _LARGE else _SMALL_ALIGNMENT
+        self._write(bytes(-self._size % alignment))
+        offset = self._size
+        for slab in slabs:
+            self._write(np.ascontiguousarray(slab).reshape(-1).view(np.uint8).data)
+        assert self._size - offset == size
+        self.tensors[name] = self._reference(name, dtype, shape, offset, size)
+        return size
 
     def add_view(
         self, name: str, of: str, shape: tuple[int, ...], dtype: ir.DataType | None = None

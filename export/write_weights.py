@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,13 +11,12 @@ import onnx_ir as ir
 
 from ortolan.export.quantize import quantize
 from ortolan.export.weights import Array, Weight, stack_rows
-from ortolan.export.weights_file import WeightsFile, pack_int4
+from ortolan.export.weights_file import SLAB_BYTES, WeightsFile, pack_int4
 from ortolan.graphs.embedding import packed_width
 from ortolan.graphs.flavor import Flavor
 from ortolan.graphs.formats import (
     EMBEDDING,
     FINAL_NORM,
-    LAYER_NORMS,
     LM_HEAD,
     QK_NORMS,
     Formats,
@@ -25,11 +24,12 @@ from ortolan.graphs.formats import (
     WeightFormat,
     head_projection,
     layer_name,
+    layer_norms,
     plan_layer,
 )
 from ortolan.graphs.linear import ONNX_DTYPES
-from ortolan.graphs.manifest import ModelConfig, WeightGroup
-from ortolan.graphs.rotary import rotary_table
+from ortolan.graphs.manifest import ModelConfig, RopeName, WeightGroup
+from ortolan.graphs.rotary import rope_tables, rotary_table
 
 
 class Checkpoint(Protocol):
@@ -65,7 +65,8 @@ class Written:
 class WeightsWriter:
     """Writes every tensor that the graphs of one model need, one at a time.
 
-    formats: what is stored; a matrix that the checkpoint holds in another format is dequantized.
+    formats: what is stored; a matrix that the checkpoint holds in another format is rounded to
+    it, or expanded slab by slab.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class WeightsWriter:
         yield Item("rotary", "model.rotary", self._rotary)
         for i in range(self._config.num_layers):
             plan = plan_layer(self._config, self._formats, i)
-            norms = (*LAYER_NORMS, *QK_NORMS) if self._config.qk_norm else LAYER_NORMS
-            for norm in norms:
+            norms = layer_norms(self._config).names
+            for norm in (*norms, *QK_NORMS) if self._config.qk_norm else norms:
                 yield self._norm(layer_name(i, norm))
             for projection in (*plan.qkv, plan.attention_out):
                 yield self._projection("attention", projection)
@@ -117,10 +118,9 @@ class WeightsWriter:
         return list(self._groups.values())
 
     def _read(self, name: str) -> Weight:
+        """A weight whose stored format is blocked, in that format."""
         weight, fmt = self._checkpoint.read(name), self._formats[name]
-        if weight.format == fmt:
-            return weight
-        return quantize(weight, fmt) if fmt.blocked else weight.as_float32()
+        return weight if weight.format == fmt else quantize(weight, fmt)
 
     def _norm(self, name: str) -> Item:
         def write() -> Written:
@@ -133,15 +133,27 @@ class WeightsWriter:
 
     def _projection(self, role: str, projection: Projection) -> Item:
         def write() -> Written:
-            weight = stack_rows([self._read(part) for part in projection.parts])
-            size = self._add_blocks(projection.name, weight, weight.codes.T, lambda a: a.T)
+            name, fmt = projection.name, projection.format
+            if fmt.blocked:
+                weight = stack_rows([self._read(part) for part in projection.parts])
+                size = self._add_blocks(name, weight, weight.codes.T, lambda a: a.T)
+            else:
+                parts = [self._checkpoint.read(part) for part in projection.parts]
+                shape = projection.inputs, projection.outputs
+                size = self._add_floats(name, fmt, shape, float_columns(parts, fmt))
             if projection.bias:
                 biases = [self._checkpoint.read(f"{p}.bias").as_float32() for p in projection.parts]
                 bias = stack_rows(biases).codes
                 size += self._file.add(f"{projection.name}.bias", bias, ir.DataType.FLOAT)
-            return Written(weight.format, weight.codes.size, size)
+            return Written(fmt, projection.inputs * projection.outputs, size)
 
         return Item(role, projection.name, write)
+
+    def _add_floats(
+        self, name: str, fmt: WeightFormat, shape: tuple[int, int], slabs: Iterable[Array]
+    ) -> int:
+        size = shape[0] * shape[1] * fmt.bits // 8
+        return self._file.add_slabs(f"{name}.weight", shape, ONNX_DTYPES[fmt.dtype], size, slabs)
 
     def _add_blocks(
         self, name: str, weight: Weight, codes: Array, layout: Callable[[Array], Array]
@@ -157,16 +169,18 @@ class WeightsWriter:
         return size
 
     def _embedding(self) -> Written:
-        weight = self._read(EMBEDDING)
-        fmt = weight.format
-        if not fmt.blocked:
-            codes = weight.codes
-        else:
+        fmt = self._formats[EMBEDDING]
+        shape = self._config.vocab_size, self._config.hidden_size
+        if fmt.blocked:
+            weight = self._read(EMBEDDING)
             codes = signed_rows(weight) if self._flavor.signed_table else unsigned_rows(weight)
-        size = self._add_blocks(EMBEDDING, weight, codes, lambda a: a)
-        if self._config.tie_embeddings and fmt.blocked:
-            self._table_view(fmt)
-        return Written(fmt, weight.codes.size, size)
+            size = self._add_blocks(EMBEDDING, weight, codes, lambda a: a)
+            if self._config.tie_embeddings:
+                self._table_view(fmt)
+        else:
+            rows = float_rows(self._checkpoint.read(EMBEDDING), fmt)
+            size = self._add_floats(EMBEDDING, fmt, shape, rows)
+        return Written(fmt, shape[0] * shape[1], size)
 
     def _table_view(self, fmt: WeightFormat) -> None:
         """The embedding's bytes once more, as the tied head reads them."""
@@ -180,18 +194,51 @@ class WeightsWriter:
         self._file.add_view(head_scale, table_scale, (vocab * blocks,))
 
     def _rotary(self) -> Written:
+        elements = size = 0
+        for rope in self._config.ropes:
+            for name, table in zip(rope_tables(rope), self._rotary_tables(rope), strict=True):
+                size += self._file.add(f"model.{name}", table, ir.DataType.FLOAT)
+                elements += table.size
+        return Written(WeightFormat("float32"), elements, size)
+
+    def _rotary_tables(self, rope: RopeName) -> tuple[Array, Array]:
         config = self._config
-        tables = rotary_table(
-            config.rotary_dim or config.head_dim,
+        dim = config.rotary_dim or config.head_dim
+        if rope == "local":
+            assert config.window_rope_theta is not None
+            return rotary_table(dim, config.max_context, config.window_rope_theta)
+        return rotary_table(
+            dim,
             config.max_context,
             config.rope_theta,
             config.rope_divisors,
             config.rope_magnitude,
         )
-        size = 0
-        for name, table in zip(("cos", "sin"), tables, strict=True):
-            size += self._file.add(f"model.{name}_table", table, ir.DataType.FLOAT)
-        return Written(WeightFormat("float32"), 2 * tables[0].size, size)
+
+
+def float_rows(weight: Weight, fmt: WeightFormat) -> Iterator[Array]:
+    """Slabs of the matrix [N, K] in an unblocked format, so that it is never expanded at once."""
+    outputs, inputs = weight.codes.shape
+    step = max(1, SLAB_BYTES // (4 * inputs))
+    for start in range(0, outputs, step):
+        yield _floats(weight.rows(start, start + step), fmt)
+
+
+def float_columns(parts: Sequence[Weight], fmt: WeightFormat) -> Iterator[Array]:
+    """Slabs of the parts side by side, transposed: [K, N of all] in an unblocked format."""
+    inputs = parts[0].codes.shape[1]
+    outputs = sum(len(part.codes) for part in parts)
+    # Every part's blocks divide the largest: sizes are powers of two.
+    whole = max(1, *(part.format.block_size for part in parts))
+    step = max(1, SLAB_BYTES // (4 * outputs * whole)) * whole
+    for start in range(0, inputs, step):
+        stop = min(start + step, inputs)
+        slabs = [_floats(part.columns(start, stop), fmt).T for part in parts]
+        yield slabs[0] if len(slabs) == 1 else np.concatenate(slabs, axis=1)
+
+
+def _floats(weight: Weight, fmt: WeightFormat) -> Array:
+    return weight.codes if weight.format == fmt else weight.dequantized()
 
 
 def signed_rows(weight: Weight) -> Array:

@@ -10,7 +10,7 @@ from onnxscript.nn import Parameter
 
 from ortolan.graphs.embedding import Embedding, TiedHead
 from ortolan.graphs.flavor import CallInputs, Flavor
-from ortolan.graphs.formats import LayerPlan
+from ortolan.graphs.formats import LayerPlan, qk_norm_sizes
 from ortolan.graphs.linear import MICROSOFT, add_linears, apply_linears
 from ortolan.graphs.manifest import ModelConfig
 
@@ -44,20 +44,21 @@ class Norm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """Root-mean-square norm of each head: x [batch, chunk, heads * head_dim], same shape out."""
+    """Root-mean-square norm of each `size` numbers, a head or all: x [batch, chunk, width]."""
 
-    def __init__(self, config: ModelConfig, heads: int) -> None:
+    def __init__(self, size: int, width: int, epsilon: float) -> None:
         super().__init__()
-        self.config = config
-        self.heads = heads
-        self.weight = Parameter([config.head_dim])
+        self.size = size
+        self.width = width
+        self.epsilon = epsilon
+        self.weight = Parameter([size])
 
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
-        split = op.Reshape(x, [0, 0, self.heads, self.config.head_dim])
+        split = op.Reshape(x, [0, 0, self.width // self.size, self.size])
         normed = op.SimplifiedLayerNormalization(
-            split, self.weight, axis=-1, epsilon=self.config.rms_norm_eps, stash_type=1
+            split, self.weight, axis=-1, epsilon=self.epsilon, stash_type=1
         )
-        return op.Reshape(normed, [0, 0, self.heads * self.config.head_dim])
+        return op.Reshape(normed, [0, 0, self.width])
 
 
 class GqaAttention(nn.Module):
@@ -72,8 +73,12 @@ class GqaAttention(nn.Module):
         self.layer = layer
         self.qkv = add_linears(self, plan.qkv)
         if config.qk_norm:
-            self.q_norm = HeadNorm(config, config.num_heads)
-            self.k_norm = HeadNorm(config, config.num_kv_heads)
+            q_size, k_size = qk_norm_sizes(config)
+            q_width, kv_width = (
+                heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads)
+            )
+            self.q_norm = HeadNorm(q_size, q_width, config.rms_norm_eps)
+            self.k_norm = HeadNorm(k_size, kv_width, config.rms_norm_eps)
         self.out = add_linears(self, (plan.attention_out,))
 
     def forward(
@@ -88,18 +93,20 @@ class GqaAttention(nn.Module):
         if inputs.query_seqlens is not None:
             ragged = [*[None] * _ABSENT_BEFORE_QUERY_SEQLENS, inputs.query_seqlens]
         turns = self.config.layer_turns(self.layer)
+        tables = inputs.ropes[self.config.layer_rope(self.layer)] if turns else (None, None)
         attributes: dict[str, float | int] = {"do_rotary": int(turns)}
         if window := self.config.layer_window(self.layer):
             attributes["local_window_size"] = window
         if self.config.attention_scale is not None:
             attributes["scale"] = self.config.attention_scale
+        if self.config.attention_softcap:
+            attributes["softcap"] = self.config.attention_softcap
         attended, present_key, present_value = op.GroupQueryAttention(
             *qkv,
             *past,
             inputs.seqlens_k,
             inputs.total_sequence_length,
-            inputs.cos_table if turns else None,
-            inputs.sin_table if turns else None,
+            *tables,
             *ragged,
             num_heads=self.config.num_heads,
             kv_num_heads=self.config.num_kv_heads,
@@ -111,7 +118,7 @@ class GqaAttention(nn.Module):
         return output, present_key, present_value
 
     def _normed(self, op: Any, projected: list[ir.Value | None]) -> list[ir.Value | None]:
-        """q and k normed head by head, which takes them apart where they are packed."""
+        """q and k normed, which takes them apart where they are packed."""
         if len(projected) == 1:
             q_width = self.config.num_heads * self.config.head_dim
             kv_width = self.config.num_kv_heads * self.config.head_dim

@@ -7,6 +7,7 @@ used part of the cache at every step, and a tied quantized head expands its tabl
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,9 @@ from onnxscript.nn import Parameter
 
 from ortolan.graphs.embedding_onnx import OnnxEmbedding, OnnxTiedHead
 from ortolan.graphs.flavor import CallInputs, Flavor
-from ortolan.graphs.formats import LayerPlan
+from ortolan.graphs.formats import LayerPlan, qk_norm_sizes
 from ortolan.graphs.linear import add_linears, apply_linears
-from ortolan.graphs.manifest import ModelConfig
+from ortolan.graphs.manifest import ModelConfig, RopeName
 
 # Attention reads this many positions at a time, up to the capacity. A multiple of a vector
 # register's width many times over: a sum over more positions, all masked, has the same bits then,
@@ -56,8 +57,7 @@ class OnnxInputs:
     kv_end: ir.Value
     masks: dict[int, ir.Value]
     written: Written | None
-    cos_table: ir.Value
-    sin_table: ir.Value
+    ropes: Mapping[RopeName, tuple[ir.Value, ir.Value]]
 
 
 def prepare(op: Any, config: ModelConfig, call: CallInputs) -> OnnxInputs:
@@ -100,9 +100,7 @@ def prepare(op: Any, config: ModelConfig, call: CallInputs) -> OnnxInputs:
         written = Written(window_start, *shaped)
         # Padding has a position too, which may lie beyond the tables: it takes the last token's.
         positions = op.Min(positions, op.Sub(end, [1]))
-    return OnnxInputs(
-        positions, start, total, kv_end, masks, written, call.cos_table, call.sin_table
-    )
+    return OnnxInputs(positions, start, total, kv_end, masks, written, call.ropes)
 
 
 def _over_heads(op: Any, x: ir.Value) -> ir.Value:
@@ -142,8 +140,9 @@ class OnnxAttention(nn.Module):
         self.layer = layer
         self.qkv = add_linears(self, plan.qkv)
         if config.qk_norm:
-            self.q_norm = OnnxNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = OnnxNorm(config.head_dim, config.rms_norm_eps)
+            q_size, k_size = qk_norm_sizes(config)
+            self.q_norm = OnnxNorm(q_size, config.rms_norm_eps)
+            self.k_norm = OnnxNorm(k_size, config.rms_norm_eps)
         self.out = add_linears(self, (plan.attention_out,))
 
     def forward(
@@ -167,6 +166,7 @@ class OnnxAttention(nn.Module):
             inputs.total,
             is_causal=int(mask is None),
             scale=config.head_dim**-0.5 if scale is None else scale,
+            softcap=config.attention_softcap,  # 0, the operator's default, for none
         )
         joined = op.Reshape(
             op.Transpose(attended, perm=[0, 2, 1, 3]), [0, 0, config.num_heads * config.head_dim]
@@ -181,20 +181,24 @@ class OnnxAttention(nn.Module):
         if len(projected) == 1:
             sizes = [n * config.head_dim for n in heads]
             projected = op.Split(projected[0], sizes, axis=-1, _outputs=3)
+        if config.qk_norm_joint:
+            projected = self._normed(op, projected)
         split = [
             op.Reshape(x, [0, 0, n, config.head_dim]) for x, n in zip(projected, heads, strict=True)
         ]
-        if config.qk_norm:
-            split[0], _ = self.q_norm(op, split[0])
-            split[1], _ = self.k_norm(op, split[1])
+        if config.qk_norm and not config.qk_norm_joint:
+            split = self._normed(op, split)
         return [op.Transpose(x, perm=[0, 2, 1, 3]) for x in split]
+
+    def _normed(self, op: Any, qkv: Sequence[ir.Value]) -> list[ir.Value]:
+        q, k, v = qkv
+        return [self.q_norm(op, q)[0], self.k_norm(op, k)[0], v]
 
     def _turned(self, op: Any, x: ir.Value, inputs: OnnxInputs) -> ir.Value:
         partial = self.config.rotary_dim not in (0, self.config.head_dim)
         attributes = {"rotary_embedding_dim": self.config.rotary_dim} if partial else {}
-        return op.RotaryEmbedding(
-            x, inputs.cos_table, inputs.sin_table, inputs.positions, **attributes
-        )
+        tables = inputs.ropes[self.config.layer_rope(self.layer)]
+        return op.RotaryEmbedding(x, *tables, inputs.positions, **attributes)
 
     def _updated(self, op: Any, past: ir.Value, new: ir.Value, inputs: OnnxInputs) -> ir.Value:
         written = inputs.written

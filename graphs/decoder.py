@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -15,19 +16,41 @@ from ortolan.graphs.formats import (
     Formats,
     LayerPlan,
     head_projection,
+    layer_norms,
     plan_layer,
 )
 from ortolan.graphs.linear import add_linears, apply_linears
-from ortolan.graphs.manifest import ModelConfig
+from ortolan.graphs.manifest import ModelConfig, RopeName
+from ortolan.graphs.rotary import rope_tables
 
 Past = list[tuple[ir.Value, ir.Value]]
 
 
-class Mlp(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+def _silu(op: Any, x: ir.Value) -> ir.Value:
+    return op.Mul(x, op.Sigmoid(x))
 
-    def __init__(self, plan: LayerPlan) -> None:
+
+def _gelu_tanh(op: Any, x: ir.Value) -> ir.Value:
+    return op.Gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Any, ir.Value], ir.Value]] = {
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+def _softcapped(op: Any, x: ir.Value, cap: float) -> ir.Value:
+    """cap * tanh(x / cap); x itself where the cap is 0."""
+    return op.Mul(op.Tanh(op.Div(x, cap)), cap) if cap else x
+
+
+class Mlp(nn.Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan) -> None:
         super().__init__()
+        self.activation = _ACTIVATIONS[config.activation]
         self.gate_up = add_linears(self, plan.gate_up)
         self.down = add_linears(self, (plan.down,))
 
@@ -36,8 +59,7 @@ class Mlp(nn.Module):
         if len(outputs) == 1:
             outputs = op.Split(outputs[0], axis=-1, num_outputs=2, _outputs=2)
         gate, up = outputs
-        silu = op.Mul(gate, op.Sigmoid(gate))
-        return apply_linears(op, op.Mul(silu, up), self.down)[0]
+        return apply_linears(op, op.Mul(self.activation(op, gate), up), self.down)[0]
 
 
 class Layer(nn.Module):
@@ -46,10 +68,11 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, plan: LayerPlan, layer: int, flavor: Flavor) -> None:
         super().__init__()
         self.config = config
-        self.input_layernorm = flavor.norm(config.hidden_size, config.rms_norm_eps, None)
+        self.norms = layer_norms(config)
+        for name in self.norms.names:
+            setattr(self, name, flavor.norm(config.hidden_size, config.rms_norm_eps, None))
         self.self_attn = flavor.attention(config, plan, layer)
-        self.post_attention_layernorm = flavor.norm(config.hidden_size, config.rms_norm_eps, None)
-        self.mlp = Mlp(plan)
+        self.mlp = Mlp(config, plan)
 
     def forward(
         self,
@@ -59,14 +82,28 @@ class Layer(nn.Module):
         inputs: Any,
         past: tuple[ir.Value, ir.Value],
     ) -> tuple[ir.Value, ir.Value, tuple[ir.Value, ir.Value]]:
-        normed, x = self.input_layernorm(op, x, delta)
-        attended, key, value = self.self_attn(op, normed, inputs, past)
-        normed, x = self.post_attention_layernorm(op, x, self._scaled(op, attended))
-        return x, self._scaled(op, self.mlp(op, normed)), (key, value)
+        read, x = self._entering(op, self.norms.attention_in, x, delta)
+        attended, key, value = self.self_attn(op, read, inputs, past)
+        delta = self._leaving(op, self.norms.attention_out, attended)
+        read, x = self._entering(op, self.norms.mlp_in, x, delta)
+        return x, self._leaving(op, self.norms.mlp_out, self.mlp(op, read)), (key, value)
 
-    def _scaled(self, op: Any, delta: ir.Value) -> ir.Value:
+    def _entering(
+        self, op: Any, norm: str | None, x: ir.Value, delta: ir.Value | None
+    ) -> tuple[ir.Value, ir.Value]:
+        """What a branch reads, and the residual with `delta` added."""
+        if norm is not None:
+            read, x = getattr(self, norm)(op, x, delta)
+            return read, x
+        x = x if delta is None else op.Add(x, delta)
+        return x, x
+
+    def _leaving(self, op: Any, norm: str | None, output: ir.Value) -> ir.Value:
+        """What a branch adds to the residual."""
+        if norm is not None:
+            output, _ = getattr(self, norm)(op, output)
         multiplier = self.config.residual_multiplier
-        return delta if multiplier == 1.0 else op.Mul(delta, multiplier)
+        return output if multiplier == 1.0 else op.Mul(output, multiplier)
 
 
 class Backbone(nn.Module):
@@ -79,8 +116,9 @@ class Backbone(nn.Module):
         table = formats[EMBEDDING]
         half = (config.rotary_dim or config.head_dim) // 2
         self.embed_tokens = flavor.embedding(config.vocab_size, config.hidden_size, table)
-        self.cos_table = Parameter([config.max_context, half])
-        self.sin_table = Parameter([config.max_context, half])
+        for rope in config.ropes:
+            for name in rope_tables(rope):
+                setattr(self, name, Parameter([config.max_context, half]))
         self.layers = nn.ModuleList(
             [
                 Layer(config, plan_layer(config, formats, i), i, flavor)
@@ -106,8 +144,7 @@ class Backbone(nn.Module):
             total_sequence_length,
             query_seqlens,
             past[0][0],
-            self.cos_table,
-            self.sin_table,
+            {rope: self._tables(rope) for rope in self.config.ropes},
         )
         inputs = self.flavor.prepare(op, self.config, call)
         delta: ir.Value | None = None
@@ -116,6 +153,10 @@ class Backbone(nn.Module):
             x, delta, layer_present = layer(op, x, delta, inputs, layer_past)
             present.append(layer_present)
         return op.Add(x, delta), present
+
+    def _tables(self, rope: RopeName) -> tuple[ir.Value, ir.Value]:
+        cos, sin = (getattr(self, name) for name in rope_tables(rope))
+        return cos, sin
 
 
 class Decoder(nn.Module):
@@ -157,4 +198,4 @@ class Decoder(nn.Module):
             (logits,) = apply_linears(op, normed, self.untied)
         if self.config.logits_divisor != 1.0:
             logits = op.Div(logits, self.config.logits_divisor)
-        return logits, present
+        return _softcapped(op, logits, self.config.logits_softcap), present

@@ -14,14 +14,14 @@ import onnx_ir as ir
 from onnxscript import nn
 
 from ortolan.graphs.formats import LayerPlan, WeightFormat
-from ortolan.graphs.manifest import ModelConfig
+from ortolan.graphs.manifest import ModelConfig, RopeName
 
 
 @dataclass(frozen=True)
 class CallInputs:
     """What attention reads besides its own past: graph inputs (see contract.py) and the tables.
 
-    ids: [batch, chunk]; past: any layer's past keys, for its shape.
+    ids: [batch, chunk]; past: any layer's past keys, for its shape; ropes: cosine and sine tables.
     """
 
     ids: ir.Value
@@ -29,8 +29,7 @@ class CallInputs:
     total_sequence_length: ir.Value
     query_seqlens: ir.Value | None
     past: ir.Value
-    cos_table: ir.Value
-    sin_table: ir.Value
+    ropes: Mapping[RopeName, tuple[ir.Value, ir.Value]]
 
 
 @dataclass(frozen=True)

@@ -63,13 +63,54 @@ Formats = Mapping[str, WeightFormat]
 EMBEDDING = "model.embed_tokens"
 LM_HEAD = "lm_head"
 FINAL_NORM = "model.norm"
-LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 def layer_name(layer: int, part: str) -> str:
     """A layer's module by its state-dict name."""
     return f"model.layers.{layer}.{part}"
+
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """Names of a layer's norms, by what they norm; None for one that there is not.
+
+    attention_in, mlp_in: what the branch reads; attention_out, mlp_out: what it gives.
+    """
+
+    attention_in: str | None
+    attention_out: str | None
+    mlp_in: str | None
+    mlp_out: str | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that there are."""
+        all_four = (self.attention_in, self.attention_out, self.mlp_in, self.mlp_out)
+        return tuple(name for name in all_four if name is not None)
+
+
+def layer_norms(config: ModelConfig) -> LayerNorms:
+    """The norms of each layer of this model.
+
+    Hugging Face's `post_attention_layernorm` is the one before the MLP, unless there are norms
+    after the branches.
+    """
+    pre, post = config.pre_norms, config.post_norms
+    before_mlp = "pre_feedforward_layernorm" if post else "post_attention_layernorm"
+    return LayerNorms(
+        attention_in="input_layernorm" if pre else None,
+        attention_out="post_attention_layernorm" if post else None,
+        mlp_in=before_mlp if pre else None,
+        mlp_out="post_feedforward_layernorm" if post else None,
+    )
+
+
+def qk_norm_sizes(config: ModelConfig) -> tuple[int, int]:
+    """The widths of q's and k's norm."""
+    if not config.qk_norm_joint:
+        return config.head_dim, config.head_dim
+    return config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
 
 @dataclass(frozen=True)
@@ -168,15 +209,15 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, c.hidden_size)}
     for layer in range(c.num_layers):
-        for norm in LAYER_NORMS:
+        for norm in layer_norms(c).names:
             shapes[layer_name(layer, norm)] = (c.hidden_size,)
         for part, (outputs, inputs, bias) in matrices.items():
             shapes[layer_name(layer, part)] = (outputs, inputs)
             if bias:
                 shapes[layer_name(layer, f"{part}.bias")] = (outputs,)
         if c.qk_norm:
-            for norm in QK_NORMS:
-                shapes[layer_name(layer, norm)] = (c.head_dim,)
+            for norm, size in zip(QK_NORMS, qk_norm_sizes(c), strict=True):
+                shapes[layer_name(layer, norm)] = (size,)
     shapes[FINAL_NORM] = (c.hidden_size,)
     if not c.tie_embeddings:
         shapes[LM_HEAD] = (c.vocab_size, c.hidden_size)

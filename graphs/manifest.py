@@ -15,17 +15,19 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ortolan.errors import BundleError
 
 SCHEMA_MAJOR = 1
-SCHEMA_MINOR = 1  # 1: what weights were rounded from, and typed accuracy reports
+SCHEMA_MINOR = 2  # 1: what weights were rounded from, typed accuracy reports; 2: Gemma, OLMo2
 MANIFEST_NAME = "manifest.json"
 WEIGHTS_NAME = "weights.bin"
 PACKED_NAME = ".packed"  # the runtime's cache of packed weights
 TEXT_NAMES = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
 _HASH_CHUNK = 1 << 20
+
+RopeName = Literal["global", "local"]
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,15 @@ class ModelConfig:
     rotary_dim: leading dimensions of a head that turn; 0 stands for all of them.
     sliding_window: positions that a query sees, itself included; 0 for all. window_layers and
     rope_layers say which layers have a window, or turn at all; None stands for all layers.
+    window_rope_theta: the theta of layers with a window, which have no divisors and no magnitude;
+    None stands for the same as in all layers.
+    qk_norm: q and k have a norm, for each head or, with qk_norm_joint, over all heads at once.
     attention_scale: what scores are multiplied by; None stands for head_dim ** -0.5.
+    activation: of the gate, "silu" or "gelu_tanh".
+    pre_norms: of what attention and MLP read; post_norms: of what they give, before it is added.
     residual_multiplier: for what attention and MLP add; logits are divided by logits_divisor.
+    attention_softcap, logits_softcap: x becomes cap * tanh(x / cap); 0 for none. Scores are capped
+    before they are masked.
     """
 
     architecture: str
@@ -70,6 +79,13 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    qk_norm_joint: bool = False
+    activation: str = "silu"
+    pre_norms: bool = True
+    post_norms: bool = False
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
+    window_rope_theta: float | None = None
 
     def layer_window(self, layer: int) -> int:
         """That layer's sliding window, or 0."""
@@ -79,6 +95,16 @@ class ModelConfig:
     def layer_turns(self, layer: int) -> bool:
         """Whether that layer has rotary embedding."""
         return self.rope_layers is None or self.rope_layers[layer]
+
+    def layer_rope(self, layer: int) -> RopeName:
+        """Which of the model's rotary tables that layer turns by."""
+        local = self.window_rope_theta is not None and self.layer_window(layer)
+        return "local" if local else "global"
+
+    @property
+    def ropes(self) -> list[RopeName]:
+        """The rotary tables that the model has, sorted."""
+        return sorted({self.layer_rope(i) for i in range(self.num_layers)})
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ortolan.graphs.manifest import RopeName
+
 FloatArray = npt.NDArray[np.float32]
+
+
+def rope_tables(rope: RopeName) -> tuple[str, str]:
+    """Names of the cosine and sine table within the model."""
+    prefix = "" if rope == "global" else f"{rope}_"
+    return f"{prefix}cos_table", f"{prefix}sin_table"
 
 
 def rotary_table(

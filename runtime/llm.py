@@ -25,6 +25,7 @@ from ortolan.runtime.params import (
     SamplingParams,
     TokenEvent,
 )
+from ortolan.runtime.sampling_defaults import sampling_defaults
 from ortolan.runtime.text.chat_template import ChatTemplate
 from ortolan.runtime.text.no_tokenizer import NoTokenizer, no_text, open_tokenizer
 from ortolan.runtime.text.tokenizer import Tokenizer
@@ -51,6 +52,9 @@ def load(path: str | Path, **settings: Any) -> LLM:
 class LLM:
     """A loaded model. Close it, or use it as a context manager, to give its memory back.
 
+    sampling_defaults: what the checkpoint says about sampling, as fields of SamplingParams.
+    default_params: the same over the fields' own defaults; taken where a call gives no params.
+    Params that are given are taken as they are.
     Not safe for use from several threads at once.
     """
 
@@ -61,6 +65,10 @@ class LLM:
         self.manifest: Manifest = bundle.manifest
         self.config = config
         self.tokenizer: Tokenizer = open_tokenizer(bundle)
+        self.sampling_defaults: Mapping[str, Any] = sampling_defaults(
+            bundle.path, bundle.manifest.model.vocab_size
+        )
+        self.default_params = SamplingParams(**self.sampling_defaults)
         self._path = bundle.path
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = open_engine(bundle, config, self.tokenizer)
@@ -89,7 +97,6 @@ class LLM:
 
         The prompts run together, as many at once as there are slots.
         """
-        params = params or SamplingParams()
         requests = [self._request(self.encode(prompt), params) for prompt in _as_list(prompts)]
         return [answer for answers in self.run(requests) for answer in answers]
 
@@ -149,7 +156,7 @@ class LLM:
     def _request(
         self, ids: list[int], params: SamplingParams | None, *, continues: bool = True
     ) -> Request:
-        return Request(ids, params or SamplingParams(), continues=continues)
+        return Request(ids, params or self.default_params, continues=continues)
 
     def _running(self) -> Engine:
         if self._engine is None:

@@ -34,6 +34,13 @@ NAMES = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+# Norms of families that have some after the branches.
+POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+GEMMA = ("gemma", "gemma2", "gemma3_text")
 PERMUTED = ("llama", "mistral", "smollm3", "granite")  # converters that derive from LlamaModel
 
 
@@ -46,15 +53,23 @@ def convert(folder: Path, **changes: Any) -> tuple[dict[str, Any], dict[str, np.
         if config["model_type"] in PERMUTED and base.endswith(("q_proj", "k_proj")):
             heads = "num_attention_heads" if base.endswith("q_proj") else "num_key_value_heads"
             values = permute(values, config[heads])
-        tensors[f"{gguf_name(base)}.{suffix}"] = np.ascontiguousarray(values, np.float32)
+        if config["model_type"] in GEMMA and base.endswith("norm"):
+            values = values + 1
+        # llama.cpp takes the head's size for the scale; what the config says goes into q.
+        scaled = {"gemma2": "q_proj", "gemma3_text": "q_norm"}.get(config["model_type"])
+        if scaled and base.endswith(scaled):
+            values = values * (config["head_dim"] / config["query_pre_attn_scalar"]) ** 0.5
+        name = gguf_name(base, config["model_type"])
+        tensors[f"{name}.{suffix}"] = np.ascontiguousarray(values, np.float32)
     return metadata(config), {**tensors, **rope_tensors(config)}
 
 
-def gguf_name(base: str) -> str:
+def gguf_name(base: str, family: str) -> str:
     if base in NAMES:
         return NAMES[base]
     _, _, layer, part = base.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}"
+    names = {**NAMES, **POST_NORMS} if family in ("gemma2", "gemma3_text", "olmo2") else NAMES
+    return f"blk.{layer}.{names[part]}"
 
 
 def permute(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -65,7 +80,7 @@ def permute(rows: np.ndarray, heads: int) -> np.ndarray:
 
 def architecture(config: dict[str, Any]) -> str:
     kind = config["model_type"]
-    return "llama" if kind == "mistral" else str(kind)
+    return {"mistral": "llama", "gemma3_text": "gemma3"}.get(kind, str(kind))
 
 
 def head_dim(config: dict[str, Any]) -> int:
@@ -74,6 +89,7 @@ def head_dim(config: dict[str, Any]) -> int:
 
 def metadata(config: dict[str, Any]) -> dict[str, Any]:
     rope = config["rope_parameters"]
+    rope = rope.get("full_attention", rope)
     keys: dict[str, Any] = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -105,6 +121,13 @@ def metadata(config: dict[str, Any]) -> dict[str, Any]:
         if rope["rope_type"] == "longrope":
             scale = config["max_position_embeddings"] / original
             keys["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original))
+    if config["model_type"] in ("gemma2", "gemma3_text"):
+        keys["attention.sliding_window"] = config["sliding_window"]
+    if config["model_type"] == "gemma2":
+        keys["attn_logit_softcapping"] = config["attn_logit_softcapping"]
+        keys["final_logit_softcapping"] = config["final_logit_softcapping"]
+    if config["model_type"] == "gemma3_text":  # read, if not written by the converter
+        keys["rope.freq_base_swa"] = config["rope_parameters"]["sliding_attention"]["rope_theta"]
     arch = architecture(config)
     vocabulary = {
         key: value
@@ -114,8 +137,22 @@ def metadata(config: dict[str, Any]) -> dict[str, Any]:
     return {**{f"{arch}.{key}": value for key, value in keys.items()}, **vocabulary}
 
 
+def words(count: int) -> dict[str, Any]:
+    """A vocabulary of that many words, for models whose vocabulary is another than tiny_llama's."""
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *(f"w{i}w" for i in range(3, count))],
+        "tokenizer.ggml.scores": [0.0] * count,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [1] * (count - 3),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
 def rope_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
     rope = config["rope_parameters"]
+    rope = rope.get("full_attention", rope)
     if rope["rope_type"] == "longrope":
         return {
             f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32)

@@ -4,12 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ortolan.export.families import granite, llama, mistral, phi3, qwen2, qwen3, smollm3
+from ortolan.export.families import (
+    gemma,
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from ortolan.export.families.base import Family, model_config
 
 __all__ = ["FAMILIES", "Family", "model_config"]
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (llama, mistral, qwen2, qwen3, phi3, smollm3, granite)
+    for module in (
+        llama,
+        mistral,
+        qwen2,
+        qwen3,
+        phi3,
+        smollm3,
+        granite,
+        gemma,
+        gemma2,
+        gemma3,
+        olmo2,
+    )
 }

@@ -19,6 +19,7 @@ _HARMLESS = (
     "attention_dropout",
     "auto_map",
     "bos_token_id",
+    "cache_implementation",
     "dtype",
     "embd_pdrop",
     "eos_token_id",
@@ -59,7 +60,10 @@ class Family:
     common ones. fused: a stored matrix -> the weights that it holds, one after another.
     tied: whether the embedding is the head too where the config does not say; defaults differ.
     theta: rope's base, likewise. sets_kv_heads: a config without num_key_value_heads does not mean
-    one per attention head, so it is refused.
+    one per attention head, so it is refused. activations: accepted values of `hidden_act`.
+    centred_norms: norms multiply by 1 + weight. window_theta: rope's base in layers with a window
+    where the config does not say; None for families in which all layers have one base.
+    partial_rotary: whether transformers reads `partial_rotary_factor` for the family.
     """
 
     name: str
@@ -68,6 +72,10 @@ class Family:
     tied: bool = False
     theta: float = 10000.0
     sets_kv_heads: bool = False
+    activations: tuple[str, ...] = ("silu", "swish")
+    centred_norms: bool = False
+    window_theta: float | None = None
+    partial_rotary: bool = False
 
 
 def check_heads(settings: Settings, heads: int, kv_heads: int) -> None:
@@ -96,8 +104,10 @@ def model_config(family: Family, settings: Settings, requested_context: int | No
     head_dim = settings.integer("head_dim", hidden // heads)
     if head_dim > _LARGEST_HEAD:
         raise settings.unsupported("head_dim", head_dim)
-    rope = read_rope(settings, head_dim, requested_context, family.theta)
-    settings.expect("hidden_act", "silu", "swish")
+    rope = read_rope(settings, head_dim, requested_context, family.theta, family.window_theta)
+    if rope.rotary_dim != head_dim and not family.partial_rotary:
+        raise settings.unsupported("partial_rotary_factor", rope.rotary_dim / head_dim)
+    settings.expect("hidden_act", *family.activations)
     settings.expect("quantization_config")
     settings.expect("rope_interleaved", False)
     settings.expect("use_mrope", False)

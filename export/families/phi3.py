@@ -21,6 +21,7 @@ def _own(settings: Settings, layers: int) -> dict[str, Any]:
 FAMILY = Family(
     name="phi3",
     own=_own,
+    partial_rotary=True,
     fused={
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),

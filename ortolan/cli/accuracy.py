@@ -9,10 +9,7 @@ written for a report lies in a temporary folder beside the bundle.
 from __future__ import annotations
 
 import math
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -127,8 +124,9 @@ def measure(
     another one than the bundle's, and whatever exporting and running raise.
     """
     import ortolan
+    from ortolan.export.publish import folder_beside
 
-    with _workplace(bundle) as folder:
+    with folder_beside(bundle) as folder:
         reference = bundle if source is None else _reference(source, bundle, folder, progress)
         settings = {
             **(engine or {}),
@@ -142,18 +140,6 @@ def measure(
             ortolan.load(reference, **{**settings, "accuracy": "exact"}) as exact,
         ):
             return compare(ours, exact, progress)
-
-
-@contextmanager
-def _workplace(bundle: Path) -> Iterator[Path]:
-    """A folder that the next export to this target removes if we are killed."""
-    parent = bundle.absolute().parent
-    with tempfile.TemporaryDirectory(
-        prefix=f".{bundle.name}.ortolan-partial-report-",
-        dir=parent if os.access(parent, os.W_OK) else None,
-        ignore_cleanup_errors=True,  # Windows keeps files that are mapped
-    ) as folder:
-        yield Path(folder)
 
 
 def _reference(source: str, bundle: Path, folder: Path, progress: Progress | None) -> Path:

@@ -15,7 +15,7 @@ import click
 
 from ortolan.cli.options import bundle_argument, debug_option, engine_options, utf8
 from ortolan.cli.output import note, one_line, write
-from ortolan.cli.sampling import sampling_options
+from ortolan.cli.sampling import GivenSampling, sampling_options
 from ortolan.errors import OrtolanError, RequestError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ HELP = "/clear starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 @sampling_options
 @engine_options("provider", "threads", "cache_dir", "max_context", "accuracy")
 @debug_option
-def chat(bundle: Path, system: str | None, params: SamplingParams, engine: dict[str, Any]) -> None:
+def chat(bundle: Path, system: str | None, sampling: GivenSampling, engine: dict[str, Any]) -> None:
     """Talk with BUNDLE's model, a line a message.
 
     /clear starts a new conversation, /exit or the end of the input leaves. Ctrl-C stops an
@@ -45,6 +45,7 @@ def chat(bundle: Path, system: str | None, params: SamplingParams, engine: dict[
     with ortolan.load(bundle, **engine) as llm:
         if interactive:
             note(HELP)
+        params = sampling.over(llm.sampling_defaults)
         Conversation(llm, params, system, interactive).run()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -17,11 +17,8 @@ from ortolan.cli.options import (
     utf8,
 )
 from ortolan.cli.output import note, write, write_json
-from ortolan.cli.sampling import sampling_options
+from ortolan.cli.sampling import GivenSampling, sampling_options
 from ortolan.errors import RequestError, UsageError
-
-if TYPE_CHECKING:
-    from ortolan.runtime.params import SamplingParams
 
 
 @click.command(short_help="Continue a prompt, or answer it.")
@@ -38,7 +35,7 @@ def generate(
     prompt: str,
     chat: bool,
     system: str | None,
-    params: SamplingParams,
+    sampling: GivenSampling,
     engine: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -61,6 +58,7 @@ def generate(
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
     with ortolan.load(bundle, **engine) as llm:
+        params = sampling.over(llm.sampling_defaults)
         answer = follow(
             lambda: llm.stream_chat(messages, params) if chat else llm.stream(prompt, params),
             show=(lambda text: None) if as_json else write,

@@ -29,13 +29,15 @@ Operators = dict[str, dict[str, dict[str, int]]]  # graph -> "before" or "after"
 @json_option
 @debug_option
 def inspect(bundle: Path, operators: bool, engine: dict[str, Any], as_json: bool) -> None:
-    """Show what BUNDLE holds: model, files, weights by precision, accuracy, graphs, operators."""
+    """Show what BUNDLE holds: model, sampling, files, weights by precision, accuracy, operators."""
     from ortolan.cli.summary import bytes_by_precision
     from ortolan.graphs.manifest import Manifest
+    from ortolan.runtime.sampling_defaults import sampling_defaults
 
     manifest = Manifest.read(bundle)
+    sampling = sampling_defaults(bundle, manifest.model.vocab_size)
     if not as_json:
-        _print_manifest(bundle, manifest)
+        _print_manifest(bundle, manifest, sampling)
     counts: Operators = {}
     missing: list[str] = []
     if operators:
@@ -43,6 +45,7 @@ def inspect(bundle: Path, operators: bool, engine: dict[str, Any], as_json: bool
     if as_json:
         shown = dataclasses.asdict(manifest)
         shown["bytes_by_precision"] = bytes_by_precision(manifest.weights)
+        shown["sampling_defaults"] = sampling
         shown["operators"] = counts if operators else None
         shown["missing"] = missing
         write_json(shown)
@@ -85,11 +88,12 @@ def _optimized_graphs(bundle: Path, engine: dict[str, Any]) -> dict[str, Path]:
     return optimized_graphs(bundle, EngineConfig(**engine))
 
 
-def _print_manifest(bundle: Path, manifest: Manifest) -> None:
+def _print_manifest(bundle: Path, manifest: Manifest, sampling: dict[str, Any]) -> None:
     from ortolan.cli.accuracy_table import write_accuracy
     from ortolan.cli.summary import bytes_by_precision, collapse_layers
 
     model, source = manifest.model, manifest.source
+    said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
     write_table(
         None,
         [
@@ -103,6 +107,7 @@ def _print_manifest(bundle: Path, manifest: Manifest) -> None:
             ("vocabulary", f"{model.vocab_size} tokens"),
             ("context", f"{model.max_context} tokens"),
             ("attention", manifest.attention),
+            ("sampling defaults", said or "none given"),
             ("written by", f"ortolan {manifest.ortolan_version}, schema {manifest.schema_version}"),
         ],
     )

@@ -1,10 +1,11 @@
-"""The options that become SamplingParams."""
+"""The options that become SamplingParams, over what the checkpoint says about sampling."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
@@ -30,17 +31,27 @@ class TokenBias(click.ParamType[tuple[int, float]]):
 
 
 # Field -> type, help. A field without a default in its help is off by default.
+_CHECKPOINTS = "  [default: the checkpoint's, else off]"
 _NUMBERS: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "Most tokens to generate.  [default: until the context is full]"),
     "temperature": (
         float,
-        "0 takes the likeliest token, more is more varied.  [default: 0, or "
+        "0 takes the likeliest token, more is more varied.  [default: the checkpoint's, else 0, or "
         f"{default_of(SamplingParams, 'temperature')} with --top-k, --top-p, --min-p or --seed]",
     ),
-    "top_k": (int, "Choose among the N likeliest tokens."),
-    "top_p": (float, "Choose among the likeliest tokens that have this probability together."),
-    "min_p": (float, "Leave out tokens with less than this times the likeliest's probability."),
-    "repetition_penalty": (float, "Above 1: tokens of prompt and answer become less likely."),
+    "top_k": (int, "Choose among the N likeliest tokens." + _CHECKPOINTS),
+    "top_p": (
+        float,
+        "Choose among the likeliest tokens that have this probability together." + _CHECKPOINTS,
+    ),
+    "min_p": (
+        float,
+        "Leave out tokens with less than this times the likeliest's probability." + _CHECKPOINTS,
+    ),
+    "repetition_penalty": (
+        float,
+        "Above 1: tokens of prompt and answer become less likely." + _CHECKPOINTS,
+    ),
     "presence_penalty": (float, "Taken from the logits of tokens already in the answer."),
     "frequency_penalty": (float, "The same, times how often each occurs."),
     "seed": (int, "Makes a random answer repeatable."),
@@ -48,15 +59,38 @@ _NUMBERS: dict[str, tuple[type, str]] = {
 _ASK_FOR_SAMPLING = ("top_k", "top_p", "min_p", "seed")
 
 
+@dataclass(frozen=True)
+class GivenSampling:
+    """The fields of SamplingParams that options set, each checked already."""
+
+    fields: Mapping[str, Any]
+
+    def over(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """SamplingParams of these, then of `defaults` (LLM.sampling_defaults), then the fields'.
+
+        Only the temperature differs: where nobody says one, the command line is greedy unless an
+        option asks to sample, so that a command run twice says the same. Such an option also
+        wins over a checkpoint that is greedy by default.
+        """
+        values = {**defaults, **self.fields}
+        if "temperature" not in self.fields:
+            if any(name in self.fields for name in _ASK_FOR_SAMPLING):
+                usual = default_of(SamplingParams, "temperature")
+                values["temperature"] = defaults.get("temperature") or usual
+            else:
+                values.setdefault("temperature", 0.0)
+        return SamplingParams(**values)
+
+
 def sampling_options(command: Function) -> Function:
-    """The fields of SamplingParams as options; the command receives them as `params`."""
+    """The fields of SamplingParams as options; the command receives them as `sampling`."""
 
     @functools.wraps(command)
     def gathered(**values: Any) -> Any:
         names = [item.name for item in dataclasses.fields(SamplingParams) if item.name in values]
         given = {name: values.pop(name) for name in names}
         try:
-            return command(params=sampling_params(given), **values)
+            return command(sampling=given_sampling(given), **values)
         except RequestError as error:
             # What only the model could judge begins with the field's name too.
             message = with_option_name(str(error), given)
@@ -88,21 +122,17 @@ def sampling_options(command: Function) -> Function:
     return gathered  # type: ignore[return-value]  # click calls by keyword
 
 
-def sampling_params(given: dict[str, Any]) -> SamplingParams:
-    """SamplingParams of the options; those left out keep the fields' defaults.
-
-    Only the temperature differs: the command line is greedy unless asked to sample, so that a
-    command run twice says the same. Raises UsageError naming the option.
-    """
+def given_sampling(given: dict[str, Any]) -> GivenSampling:
+    """The options that are not None. Raises UsageError naming the option."""
     fields = {name: value for name, value in given.items() if value is not None}
-    fields["stop"] = [utf8(text, "--stop") for text in fields.get("stop", ())]
-    if not any(name in fields for name in ("temperature", *_ASK_FOR_SAMPLING)):
-        fields["temperature"] = 0.0
+    fields["stop"] = tuple(utf8(text, "--stop") for text in fields.get("stop", ()))
     pairs = fields.pop("logit_bias", ())
     if len(dict(pairs)) < len(pairs):
         raise UsageError("--logit-bias names a token id twice; name each once")
+    fields["logit_bias"] = dict(pairs)
     try:
-        return SamplingParams(logit_bias=dict(pairs), **fields)
+        SamplingParams(**fields)  # now, before a model is loaded
     except RequestError as error:
         message = str(error).removeprefix("a token id in ")
         raise UsageError(with_option_name(message, given)) from error
+    return GivenSampling(fields)

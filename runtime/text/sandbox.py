@@ -18,7 +18,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from ortolan.errors import TemplateError
-from ortolan.runtime.text.template_limits import BoundedSandbox, Budget, PastLimitError
+from ortolan.runtime.text.template_budget import Budget, PastLimitError
+from ortolan.runtime.text.template_limits import BoundedSandbox
 
 MAX_LOOP_STEPS = 1_000_000
 MAX_SOURCE_CHARS = 256 * 1024

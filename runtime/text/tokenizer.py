@@ -182,6 +182,8 @@ def read_generation_config(file: Path) -> dict[str, Any]:
         config = json.loads(file.read_bytes())
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise BundleError(f"{file} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{file} is damaged ({error}); export the bundle again") from error
     if not isinstance(config, dict):

@@ -31,6 +31,7 @@ class FakeLLM:
         self.loaded: tuple[Path, dict[str, Any]] | None = None
         self.asked: list[Any] = []
         self.params: list[SamplingParams | None] = []
+        self.sampling_defaults: dict[str, Any] = {}
         self.closed = False
         self.streams_closed = 0
         self.tokenizer = SimpleNamespace(encode=lambda text: [len(text)])

@@ -127,6 +127,46 @@ def test_greedy_unless_asked_to_sample(
     assert fake.params == [expected]
 
 
+CAREFUL = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "options", "expected"),
+    [
+        (CAREFUL, [], SamplingParams(**CAREFUL)),
+        (CAREFUL, ["--max-tokens", "3"], SamplingParams(**CAREFUL, max_tokens=3)),
+        (CAREFUL, ["--temperature", "0"], SamplingParams(**{**CAREFUL, "temperature": 0})),
+        (CAREFUL, ["--top-p", "1"], SamplingParams(**{**CAREFUL, "top_p": 1.0})),
+        (CAREFUL, ["--seed", "7"], SamplingParams(**CAREFUL, seed=7)),
+        ({"temperature": 0.0}, [], SamplingParams(temperature=0)),
+        ({"temperature": 0.0}, ["--seed", "7"], SamplingParams(temperature=1, seed=7)),
+        (
+            {"repetition_penalty": 1.1},
+            ["--top-k", "4"],
+            SamplingParams(repetition_penalty=1.1, top_k=4),
+        ),
+        ({"repetition_penalty": 1.1}, [], SamplingParams(temperature=0, repetition_penalty=1.1)),
+    ],
+    ids=str,
+)
+def test_options_win_over_the_checkpoint_and_it_over_our_defaults(
+    run: Run, fake: Any, checkpoint: dict[str, Any], options: list[str], expected: SamplingParams
+) -> None:
+    """Whoever says nothing gets what the model's makers meant; whoever says something gets that."""
+    fake.sampling_defaults = checkpoint
+    for command in ("generate", "chat"):
+        run(command, "bundle", *(["x"] if command == "generate" else []), *options, stdin="x\n")
+    assert fake.params == [expected, expected]
+
+
+def test_wrong_setting_is_refused_before_the_model_is_loaded(run: Run, fake: Any) -> None:
+    """Loading a large model takes a while; a typing error must not wait for it."""
+    done = run("generate", "bundle", "x", "--top-p", "2")
+    assert done.exit_code == 2
+    assert "--top-p is 2.0" in done.stderr
+    assert fake.loaded is None
+
+
 def test_engine_options_reach_load_with_the_fields_defaults(run: Run, fake: Any) -> None:
     """Two sets of defaults would drift apart."""
     run("generate", "bundle", "x")

@@ -100,6 +100,18 @@ def test_json_holds_the_manifest(run: Run, tiny_bundle: Path) -> None:
     assert found["operators"] is None
 
 
+def test_sampling_defaults_are_shown(run: Run, tiny_bundle: Path) -> None:
+    """They decide what an answer looks like where nobody says anything."""
+    assert "none given" in run("inspect", tiny_bundle, "--no-operators").stdout
+    stated = {"do_sample": True, "top_k": 20, "top_p": 0.95, "eos_token_id": 2}
+    (tiny_bundle / "generation_config.json").write_text(json.dumps(stated))
+    done = run("inspect", tiny_bundle, "--no-operators")
+    # The vocabulary of this one has 8 tokens.
+    assert "temperature 1, top_k 8, top_p 0.95" in done.stdout
+    found = json.loads(run("inspect", tiny_bundle, "--no-operators", "--json").stdout)
+    assert found["sampling_defaults"] == {"temperature": 1.0, "top_k": 8, "top_p": 0.95}
+
+
 def test_file_that_is_no_graph_is_named(run: Run, tiny_bundle: Path) -> None:
     """A library's parse error would not say which file."""
     done = run("inspect", tiny_bundle)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import struct
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,16 +10,14 @@ from pathlib import Path
 import llama_cpp_convert as llama_cpp
 import numpy as np
 import pytest
+from damage import flip, flipped, memory_bounded, place, tried_export
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_llama import Shape, write_tiny_gguf
 
 from ortolan.errors import CheckpointError
-from ortolan.export.exporter import ExportOptions, export_bundle
 from ortolan.export.gguf_reader import GgufCheckpoint
-from ortolan.graphs.manifest import Manifest
 
-MEMORY_MARGIN_BYTES = 1 << 30
 LIES = [0, 1, 2**16, 2**31 - 1, 2**32 - 1, 2**48, 2**63 - 1, 2**63, 2**64 - 1]
 
 
@@ -70,39 +66,20 @@ def intact_file(path: Path) -> Intact:
 
 @pytest.fixture(autouse=True)
 def bounded_memory() -> Iterator[None]:
-    """An allocation of more than a gigabyte is a MemoryError, and so a failure."""
-    resource = pytest.importorskip("resource")
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
-        pytest.skip("needs Linux's /proc to know how much memory is mapped")
-    mapped = int(statm.read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_MARGIN_BYTES, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    """What a damaged file says must not be believed when memory is taken."""
+    with memory_bounded():
+        yield
 
 
 def try_export(data: bytes) -> str | None:
     """The refusal's message, or None for a whole bundle; anything else fails the test."""
-    folder = Path(tempfile.mkdtemp())
-    try:
-        source, target = folder / "model.gguf", folder / "out" / "bundle"
-        source.write_bytes(data)
-        target.parent.mkdir()
-        try:
-            export_bundle(str(source), target, ExportOptions())
-        except CheckpointError as refusal:
-            assert list(target.parent.iterdir()) == []
-            message = str(refusal)
-            assert message.isprintable(), "a file's bytes must not reach the terminal raw"
-            return message
-        assert list(target.parent.iterdir()) == [target]
-        manifest = Manifest.read(target)
-        for name, entry in manifest.files.items():
-            assert (target / name).stat().st_size == entry.size
-        return None
-    finally:
-        shutil.rmtree(folder)
+
+    def write(folder: Path) -> Path:
+        (folder / "model.gguf").write_bytes(data)
+        return folder / "model.gguf"
+
+    found = tried_export(write, refusals=(CheckpointError,))
+    return found if isinstance(found, str) else None
 
 
 def test_the_intact_files_export(
@@ -113,9 +90,6 @@ def test_the_intact_files_export(
         assert try_export(file.data) is None
 
 
-flip = st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7))
-
-
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(in_header=st.lists(flip, max_size=3), anywhere=st.lists(flip, max_size=2))
 @example(in_header=[], anywhere=[])
@@ -123,12 +97,8 @@ def test_flipped_bits_are_refused_or_export_whole(
     intact: Intact, in_header: list[tuple[float, int]], anywhere: list[tuple[float, int]]
 ) -> None:
     """A bad disk or download gives one sentence, not a traceback, a hang or a dead machine."""
-    data = bytearray(intact.data)
-    for place, bit in in_header:
-        data[int(place * intact.header_bytes)] ^= 1 << bit
-    for place, bit in anywhere:
-        data[int(place * len(data))] ^= 1 << bit
-    try_export(bytes(data))
+    data = flipped(intact.data, in_header, intact.header_bytes)
+    try_export(flipped(data, anywhere, len(data)))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -146,18 +116,12 @@ def test_flipped_bits_in_other_forms_are_refused_or_export_whole(
 ) -> None:
     """The same for the other block formats, and for settings that are lists of numbers."""
     file = intact_phi3 if phi3 else intact_formats
-    data = bytearray(file.data)
-    for place, bit in in_header:
-        data[int(place * file.header_bytes)] ^= 1 << bit
-    for place, bit in anywhere:
-        data[int(place * len(data))] ^= 1 << bit
-    try_export(bytes(data))
+    data = flipped(file.data, in_header, file.header_bytes)
+    try_export(flipped(data, anywhere, len(data)))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(
-    place=st.floats(0, 1, exclude_max=True), lie=st.sampled_from(LIES), size=st.sampled_from([4, 8])
-)
+@given(place=place, lie=st.sampled_from(LIES), size=st.sampled_from([4, 8]))
 def test_numbers_replaced_in_the_header_are_refused_or_export_whole(
     intact: Intact, place: float, lie: int, size: int
 ) -> None:

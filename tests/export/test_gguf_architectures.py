@@ -63,6 +63,67 @@ def test_a_golden_folder_in_llama_cpps_form_gives_the_golden_logits(
         assert greedy == expected["greedy_ids"].tolist()
 
 
+OWN = Path(__file__).parents[1] / "data" / "arch"
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3", "olmo2", "qwen2_yarn"])
+def test_our_own_folders_in_llama_cpps_form_give_the_logits_of_transformers(
+    tmp_path: Path, name: str
+) -> None:
+    """llama.cpp itself, given these files, agrees with transformers too (docs/checkpoints.md)."""
+    bundle = export(own_gguf(tmp_path, name))
+    with np.load(OWN / name / "expected.npz") as expected:
+        logits = bundle.prefill(expected["input_ids"].tolist())
+        assert relative_error(logits, expected["logits"]) < 1e-4
+        greedy = bundle.greedy(int(logits[-1].argmax()), len(expected["greedy_ids"]))
+        assert greedy == expected["greedy_ids"].tolist()
+
+
+def own_gguf(tmp_path: Path, name: str, **changes: Any) -> Path:
+    """That folder as a GGUF file, with settings changed."""
+    keys, tensors = llama_cpp.convert(OWN / name)
+    config = json.loads((OWN / name / "config.json").read_text())
+    arch, vocab = llama_cpp.architecture(config), config["vocab_size"]
+    keys = {key: value for key, value in keys.items() if not key.startswith("tokenizer.")}
+    keys |= llama_cpp.words(vocab)
+    keys |= {f"{arch}.{key}": value for key, value in changes.items()}
+    return llama_cpp.write(tmp_path / "model.gguf", arch, keys, tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("gemma", {"final_logit_softcapping": 9.0}, "gemma.final_logit_softcapping = 9.0"),
+        ("gemma2", {"rope.freq_base_swa": 9.0}, "gemma2.rope.freq_base_swa = 9.0"),
+        ("gemma3", {"final_logit_softcapping": 9.0}, "gemma3.final_logit_softcapping = 9.0"),
+        (
+            "gemma3",
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0},
+            "gemma3.rope.scaling.type = 'yarn'",
+        ),
+        ("olmo2", {"attention.sliding_window": 8}, "olmo2.attention.sliding_window = 8"),
+    ],
+)
+def test_settings_that_gemma_and_olmo2_do_not_have_are_refused_by_name(
+    tmp_path: Path, name: str, changes: dict[str, Any], words: str
+) -> None:
+    """An OLMo 3 calls itself olmo2; a cap or a base passed over would be another model."""
+    with pytest.raises(ConfigError) as caught:
+        GgufCheckpoint(own_gguf(tmp_path, name, **changes))
+    assert words in str(caught.value)
+
+
+def test_gemma_3_says_which_layers_have_a_window_in_two_ways(tmp_path: Path) -> None:
+    """A period, or a flag for each layer."""
+    key = "attention.sliding_window_pattern"
+    flags = [True, False, True, True, False, False]
+    for pattern, expected in ((3, [True, True, False] * 2), (flags, flags)):
+        found = GgufCheckpoint(own_gguf(tmp_path, "gemma3", **{key: pattern})).config
+        assert found.window_layers == expected
+    with pytest.raises(CheckpointError, match="sliding_window_pattern"):
+        GgufCheckpoint(own_gguf(tmp_path, "gemma3", **{key: flags[:5]}))
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "phi3", "granite"])
 def test_the_same_model_under_another_architecture_gives_the_same_logits(
     tmp_path: Path, arch: str

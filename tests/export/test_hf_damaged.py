@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import shutil
 import struct
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from damage import flip, flipped, memory_bounded, place, tried_export
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_hf import config, write_folder
 
-from ortolan.errors import CheckpointError, UsageError
 from ortolan.export.exporter import ExportOptions, export_bundle
 from ortolan.graphs.manifest import WEIGHTS_NAME, Manifest
 
-MEMORY_MARGIN_BYTES = 1 << 30
 WEIGHTS = "model.safetensors"
 LIES: list[Any] = [
     0, -1, 1, 2, 0.5, 2**31 - 1, 2**32, 2**48, 2**63, 2**64, 10**30, 10**400, 1e300, 1e-300,
@@ -60,55 +57,29 @@ def small() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def bounded_memory() -> Iterator[None]:
-    """An allocation of more than a gigabyte is a MemoryError, and so a failure."""
-    resource = pytest.importorskip("resource")
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
-        pytest.skip("needs Linux's /proc to know how much memory is mapped")
-    mapped = int(statm.read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_MARGIN_BYTES, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    """What a damaged file says must not be believed when memory is taken."""
+    with memory_bounded():
+        yield
 
 
 def try_export(weights: bytes, text: bytes) -> Manifest | str:
     """The refusal's message, or what a whole bundle says; anything else fails the test."""
-    folder = Path(tempfile.mkdtemp())
-    try:
-        source, target = folder / "model", folder / "out" / "bundle"
+
+    def write(folder: Path) -> Path:
+        source = folder / "model"
         source.mkdir()
-        target.parent.mkdir()
         (source / WEIGHTS).write_bytes(weights)
         (source / "config.json").write_bytes(text)
-        try:
-            export_bundle(str(source), target, ExportOptions())
-        except (CheckpointError, UsageError) as refusal:
-            assert list(target.parent.iterdir()) == []
-            message = str(refusal)
-            assert len(message) < 1000
-            assert message.isprintable(), "a file's bytes must not reach the terminal raw"
-            return message
-        assert list(target.parent.iterdir()) == [target]
-        return Manifest.read(target)
-    finally:
-        shutil.rmtree(folder)
+        return source
+
+    return tried_export(write)
 
 
-place = st.floats(0, 1, exclude_max=True)
-flip = st.tuples(place, st.integers(0, 7))
 lie = st.sampled_from([json.dumps(lie) for lie in LIES])
 
 
 def pick(items: Sequence[Any], at: float) -> Any:
     return items[int(at * len(items))]
-
-
-def flipped(data: bytes, flips: list[tuple[float, int]], length: int) -> bytes:
-    changed = bytearray(data)
-    for place, bit in flips:
-        changed[int(place * length)] ^= 1 << bit
-    return bytes(changed)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

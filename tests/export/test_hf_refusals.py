@@ -34,6 +34,11 @@ def deep(**settings: Any) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": "linear", "factor": 2.0, **settings}}
 
 
+def gemma(family: str, **settings: Any) -> dict[str, Any]:
+    window = {} if family == "gemma" else {"sliding_window": 8}
+    return {"model_type": family, "hidden_act": "gelu_pytorch_tanh", **window, **settings}
+
+
 # Changes to config.json and what the message must name.
 CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "another-world": ({"model_type": "mamba"}, ["model_type", "'mamba'", "llama"]),
@@ -87,6 +92,60 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"model_type": "smollm3", "no_rope_layers": [1, [0]]},
         ["no_rope_layers"],
     ),
+    "turned-in-part": ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+    "gemma-vision": ({"model_type": "gemma3"}, ["model_type", "'gemma3'", "gemma3_text"]),
+    "gemma-activation": (gemma("gemma", hidden_act="silu"), ["hidden_act", "'silu'"]),
+    "gemma-other-activation": (
+        gemma("gemma2", hidden_activation="gelu"), ["hidden_activation", "'gelu'"]
+    ),
+    "gemma-head-size": (gemma("gemma", head_dim=None), ["head_dim", "missing"]),
+    "gemma-two-ways": (
+        gemma("gemma", use_bidirectional_attention=True), ["use_bidirectional_attention", "True"]
+    ),
+    "gemma2-two-ways": (
+        gemma("gemma2", use_bidirectional_attention=True), ["use_bidirectional_attention", "True"]
+    ),
+    "gemma3-two-ways": (
+        gemma("gemma3_text", use_bidirectional_attention=True),
+        ["use_bidirectional_attention", "True"],
+    ),
+    "gemma-caps": (gemma("gemma", final_logit_softcapping=9.0), ["final_logit_softcapping", "9.0"]),
+    "gemma2-cap": (gemma("gemma2", attn_logit_softcapping=-1.0), ["attn_logit_softcapping", "-1"]),
+    "gemma2-two-windows": (gemma("gemma2", sliding_window_size=9), ["sliding_window_size", "9"]),
+    "gemma2-no-window": (gemma("gemma2", sliding_window=None), ["sliding_window", "missing"]),
+    "gemma2-two-ropes": (
+        gemma("gemma2", rope_local_base_freq=10.0), ["rope_local_base_freq", "10.0"]
+    ),
+    "gemma3-cap": (
+        gemma("gemma3_text", attn_logit_softcapping=50.0), ["attn_logit_softcapping", "50.0"]
+    ),
+    "gemma3-kinds": (
+        gemma("gemma3_text", layer_types=["full_attention", "chunked_attention"]),
+        ["layer_types", "chunked_attention"],
+    ),
+    "gemma3-pattern": (
+        gemma("gemma3_text", _sliding_window_pattern=3), ["_sliding_window_pattern", "3"]
+    ),
+    "gemma3-local-rope": (
+        gemma("gemma3_text", rope_parameters={"sliding_attention": {"rope_type": "yarn"}}),
+        ["rope_parameters.sliding_attention.rope_type", "'yarn'"],
+    ),
+    "gemma3-local-setting": (
+        gemma("gemma3_text", rope_parameters={"sliding_attention": {"factor": 2.0}}),
+        ["rope_parameters.sliding_attention.factor", "2.0"],
+    ),
+    "gemma3-rope-of-no-kind": (
+        gemma("gemma3_text", rope_parameters={"rope_type": "linear", "factor": 2.0}),
+        ["rope_parameters.rope_type", "'linear'"],
+    ),
+    "gemma3-two-local-thetas": (
+        gemma("gemma3_text", rope_local_base_freq=5.0,
+              rope_parameters={"sliding_attention": {"rope_theta": 6.0}}),
+        ["rope_local_base_freq", "5.0", "rope_parameters.sliding_attention.rope_theta", "6.0"],
+    ),
+    "gemma3-local-theta": (gemma("gemma3_text", rope_local_base_freq=1.0), ["1.0", "above 1"]),
+    "olmo2-activation": ({"model_type": "olmo2", "hidden_act": "gelu"}, ["hidden_act", "'gelu'"]),
+    "olmo2-clip": ({"model_type": "olmo2", "clip_qkv": 8.0}, ["clip_qkv", "8.0"]),
     "phi-head-bias": ({"model_type": "phi3", "lm_head_bias": True}, ["lm_head_bias", "True"]),
 }  # fmt: skip
 

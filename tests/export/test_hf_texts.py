@@ -13,6 +13,7 @@ import ortolan
 from ortolan.errors import CheckpointError, ConfigError, RequestError
 from ortolan.export.exporter import ExportOptions, export_bundle
 from ortolan.export.hf_texts import hf_texts
+from ortolan.runtime.sampling_defaults import sampling_defaults
 
 END, START, STOP = range(3)  # ids of CONTROL
 
@@ -157,13 +158,31 @@ def test_sampling_defaults_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{"eos_token_id": VOCAB}, {"bos_token_id": -1}, {"eos_token_id": [2, "x"]},
-     {"temperature": "hot"}, {"top_p": -0.5}, {"eos_token_id": True}],
+     {"temperature": "hot"}, {"temperature": -1}, {"temperature": float("nan")},
+     {"temperature": 10**400}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -2}, {"top_k": 20.0},
+     {"top_k": True}, {"min_p": 1.5}, {"repetition_penalty": 0}, {"do_sample": "no"},
+     {"eos_token_id": True}],
     ids=str,
 )  # fmt: skip
 def test_senseless_generation_settings_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     """An end token that no logit stands for never ends an answer."""
     with pytest.raises(CheckpointError, match=next(iter(wrong))):
         generation(tmp_path, generation_config__json=wrong)
+
+
+@pytest.mark.parametrize(
+    "edge",
+    [{"temperature": 0}, {"temperature": 1e8}, {"top_p": 1}, {"top_p": 1e-9}, {"top_k": -1},
+     {"top_k": 0}, {"top_k": 10**30}, {"min_p": 0}, {"min_p": 1}, {"repetition_penalty": 1e-9}],
+    ids=str,
+)  # fmt: skip
+def test_what_the_export_keeps_the_runtime_takes(tmp_path: Path, edge: dict[str, Any]) -> None:
+    """The bounds stand in two rooms; a bundle that exports but never opens would be worst."""
+    kept = generation(tmp_path, generation_config__json=edge)
+    (tmp_path / "generation_config.json").write_text(json.dumps(kept))
+    found = sampling_defaults(tmp_path, VOCAB)
+    assert found.keys() >= edge.keys()
+    ortolan.SamplingParams(**found).check_against_model(VOCAB)
 
 
 def test_only_half_a_tokenizer_is_refused(tmp_path: Path) -> None:

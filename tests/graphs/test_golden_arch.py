@@ -30,6 +30,11 @@ NAMES = (
 )
 
 
+# Made by tests/make_arch_references.py, of the same form.
+OWN = Path(__file__).parents[1] / "data" / "arch"
+OWN_NAMES = sorted(folder.name for folder in OWN.iterdir())
+
+
 def test_every_golden_folder_is_in_the_list(shared: Path) -> None:
     """A checkpoint added there must not go unchecked here."""
     assert sorted(folder.name for folder in (shared / "golden/arch").iterdir()) == list(NAMES)
@@ -41,9 +46,31 @@ def test_golden_checkpoints_give_the_logits_of_transformers(
     shared: Path, tmp_path: Path, name: str, attention: AttentionChoice
 ) -> None:
     """A model that runs but computes something else is the worst that an export can do."""
-    source = shared / "golden/arch" / name
-    export_bundle(str(source), tmp_path / "bundle", ExportOptions(attention=attention))
-    expected = np.load(source / "expected.npz")
+    check(shared / "golden/arch" / name, tmp_path, ExportOptions(attention=attention))
+
+
+@pytest.mark.parametrize("attention", FLAVORS)
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_our_own_checkpoints_give_the_logits_of_transformers(
+    tmp_path: Path, name: str, attention: AttentionChoice
+) -> None:
+    """Families and kinds of rope that the golden folders do not have."""
+    check(OWN / name, tmp_path, ExportOptions(attention=attention))
+
+
+@pytest.mark.parametrize("attention", FLAVORS)
+def test_a_long_text_has_the_long_factors_of_transformers(
+    tmp_path: Path, attention: AttentionChoice
+) -> None:
+    """Beyond the original context, transformers turns every position by the long ones."""
+    options = ExportOptions(attention=attention, max_context=128)
+    check(OWN / "phi3_longrope", tmp_path, options, "expected_long.npz")
+
+
+def check(source: Path, tmp_path: Path, options: ExportOptions, file: str = "expected.npz") -> None:
+    """Logits of a whole prompt, of its second half after its first, and a greedy continuation."""
+    export_bundle(str(source), tmp_path / "bundle", options)
+    expected = np.load(source / file)
     ids, logits = expected["input_ids"].reshape(-1).tolist(), expected["logits"]
 
     runner = GraphRunner(tmp_path / "bundle")

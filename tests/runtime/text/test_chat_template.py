@@ -329,6 +329,26 @@ def test_template_cannot_take_the_machine(
 
 
 @pytest.mark.parametrize(
+    "filtered",
+    [
+        "('a' * 200000) | wordwrap(1)",
+        "('a ' * 2000000) | wordwrap",
+        "('a' * 9999) | wordwrap(9, wrapstring='b' * 10000)",
+        "'a' | center(99999999)",
+        "[1] | batch(9999999, 0)",
+        "[1] | slice(9999999)",
+        "('é' * 9999999) | urlencode",
+        "[['é' * 9999999, 1]] | urlencode",
+        "('<' * 9999999) | forceescape",
+    ],
+)
+def test_filters_ask_before_they_make_a_large_value(byte_level: Tokenizer, filtered: str) -> None:
+    """Refused when its result is printed would be too late: the memory is taken by then."""
+    with pytest.raises(TemplateError, match="it built more text than a prompt can hold"):
+        rendered(f"{{% set x = ({filtered}) | first %}}", byte_level)
+
+
+@pytest.mark.parametrize(
     ("source", "text"),
     [
         (
@@ -340,6 +360,15 @@ def test_template_cannot_take_the_machine(
         ("{{ [{'a': 1}, {'a': 2}] | join('+', attribute='a') }}", "1+2"),
         ("{{ 'aaa' | replace('a', 'b', 2) }} {{ 'aaa'.replace('a', 'b', 1) }}", "bba baa"),
         ("{{ 'a\nb' | indent(2) }} {{ undefined_name ~ 'x' }}", "a\n  b x"),
+        ("{{ 'ab' | center(6) }}|{{ 'two words-here' | wordwrap(7) }}", "  ab  |two\nwords-\nhere"),
+        ("{{ 'abcdef' | wordwrap(4, wrapstring='/') }}", "abcd/ef"),
+        ("{{ [1, 2, 3] | batch(2, 0) | list }}", "[[1, 2], [3, 0]]"),
+        ("{{ [1, 2, 3] | slice(2) | list }}", "[[1, 2], [3]]"),
+        (
+            "{{ 1500 | filesizeformat }} {{ 'a é' | urlencode }} {{ {'a': '&'} | urlencode }}",
+            "1.5 kB a%20%C3%A9 a=%26",
+        ),
+        ("{{ '<' | forceescape }}", "&lt;"),
     ],
 )
 def test_bounded_operations_keep_their_meaning(
