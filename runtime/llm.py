@@ -26,16 +26,13 @@ from ortolan.runtime.params import (
     TokenEvent,
 )
 from ortolan.runtime.sampling_defaults import sampling_defaults
-from ortolan.runtime.text.chat_template import ChatTemplate
-from ortolan.runtime.text.no_tokenizer import NoTokenizer, no_text, open_tokenizer
+from ortolan.runtime.text.no_tokenizer import open_tokenizer
+from ortolan.runtime.text.prompts import Messages, Prompt, Prompts
 from ortolan.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ortolan.runtime.engine.engine import Engine
     from ortolan.runtime.engine.life import RequestHandle
-
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
 
 
 def load(path: str | Path, **settings: Any) -> LLM:
@@ -69,8 +66,7 @@ class LLM:
             bundle.path, bundle.manifest.model.vocab_size
         )
         self.default_params = SamplingParams(**self.sampling_defaults)
-        self._path = bundle.path
-        self._template: ChatTemplate | None = None
+        self._prompts = Prompts(bundle, self.tokenizer)
         self._engine: Engine | None = open_engine(bundle, config, self.tokenizer)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
@@ -117,20 +113,11 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a plain prompt; ids pass as they are. An empty text becomes BOS, if any."""
-        if not isinstance(prompt, str):
-            return _checked_ids(prompt)
-        ids = self.tokenizer.encode(prompt)
-        if not ids and self.tokenizer.bos_id is not None:
-            ids = [self.tokenizer.bos_id]
-        return ids
+        return self._prompts.encode(prompt)
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer."""
-        if isinstance(self.tokenizer, NoTokenizer):
-            raise no_text()
-        if self._template is None:
-            self._template = ChatTemplate.open(self._path, self.tokenizer)
-        return self.tokenizer.encode_chat(self._template.render(messages))
+        return self._prompts.encode_chat(messages)
 
     def logits(
         self, token_ids: Sequence[int], positions: Sequence[int] | None = None
@@ -229,10 +216,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and not isinstance(prompts[0], str | Sequence)):
         return [cast(Prompt, prompts)]
     return list(cast(Sequence[Prompt], prompts))
-
-
-def _checked_ids(prompt: Sequence[int]) -> list[int]:
-    try:
-        return [int(token_id) for token_id in prompt]
-    except (TypeError, ValueError):
-        raise RequestError("a prompt must be text or a list of token ids") from None

@@ -1,0 +1,1 @@
+"""Serving: the engine behind gRPC and HTTP."""

@@ -1,0 +1,105 @@
+"""One loaded bundle, as the servers see it: prompts in, streams of events out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from ortolan.errors import EngineError
+from ortolan.optional import require
+from ortolan.runtime.bundle import Bundle
+from ortolan.runtime.engine.async_engine import AsyncEngine, AsyncStream
+from ortolan.runtime.engine.engine import EngineStats
+from ortolan.runtime.params import EngineConfig, Request, SamplingParams
+from ortolan.runtime.sampling_defaults import sampling_defaults
+from ortolan.runtime.text.no_tokenizer import open_tokenizer
+from ortolan.runtime.text.prompts import Messages, Prompt, Prompts
+
+# An engine that shows no sign of life for so long, while it has work, is not ready.
+_HEARTBEAT_TIMEOUT_S = 30.0
+
+
+class Service:
+    """A model under a name. Opening it loads the sessions; `warm_up` makes it ready.
+
+    All methods are for one event loop; what takes long runs on threads.
+    Raises what `open_engine` does.
+    """
+
+    def __init__(self, bundle: Bundle, config: EngineConfig, name: str | None = None) -> None:
+        require("onnxruntime", "cpu", "serving a model")
+        from ortolan.runtime.engine.opening import open_engine
+
+        self.name = name or bundle.path.resolve().name
+        self.created_s = int(time.time())
+        self.bundle = bundle
+        self.manifest = bundle.manifest
+        self.config = config
+        self.tokenizer = open_tokenizer(bundle)
+        self.sampling_defaults = sampling_defaults(bundle.path, self.manifest.model.vocab_size)
+        self._prompts = Prompts(bundle, self.tokenizer)
+        engine = open_engine(bundle, config, self.tokenizer)
+        self.context = engine.context
+        self._engine = AsyncEngine(engine)
+        self._warm = False
+        self._draining = False
+
+    def params(self, **given: Any) -> SamplingParams:
+        """Settings that a request gives, over what the checkpoint says, over our defaults.
+
+        Raises RequestError naming the field.
+        """
+        return SamplingParams(**{**self.sampling_defaults, **given})
+
+    async def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. Raises RequestError."""
+        return await asyncio.to_thread(self._prompts.encode, prompt)
+
+    async def encode_chat(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation. Raises RequestError, TemplateError."""
+        return await asyncio.to_thread(self._prompts.encode_chat, messages)
+
+    async def submit(self, request: Request) -> AsyncStream:
+        """Queue a request. Raises RequestError, OverloadedError, EngineError."""
+        return await self._engine.submit(request)
+
+    async def warm_up(self) -> None:
+        """Run one request for a token, so that the first caller does not wait for first times."""
+        token_id = self.tokenizer.bos_id or 0
+        params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        async for _ in await self.submit(Request([token_id, token_id], params)):
+            pass
+        self._warm = True
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why requests should go elsewhere; None if they are welcome."""
+        if not self._warm:
+            return "the model is loading"
+        if self._draining:
+            return "the server is shutting down"
+        if (broken := self.stats().broken) is not None:
+            return f"the engine stopped working: {broken}"
+        if self._engine.busy and time.monotonic() - self._engine.heartbeat_s > _HEARTBEAT_TIMEOUT_S:
+            return "the engine does not move"
+        return None
+
+    def check_ready(self) -> None:
+        """Raises EngineError if the service is not ready."""
+        if (reason := self.not_ready) is not None:
+            raise EngineError(reason)
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing and has done."""
+        return self._engine.stats()
+
+    async def drain(self, timeout_s: float) -> None:
+        """No new requests; running ones finish, or end with an error when time is over."""
+        self._draining = True
+        await self._engine.drain(timeout_s)
+
+    async def close(self) -> None:
+        """End every request with an error and give everything back."""
+        self._draining = True
+        await self._engine.close()
