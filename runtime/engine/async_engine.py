@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from ortolan.errors import CancelledError, EngineError, OrtolanError
 from ortolan.runtime.engine.engine import Engine, EngineStats
@@ -193,7 +194,7 @@ class AsyncEngine:
                 raise EngineError(self._refusal or "the engine is closed")
             handle = self._engine.submit(request)
         except OrtolanError as exc:
-            _on_loop(loop, lambda error=exc: accepted.done() or accepted.set_exception(error))  # type: ignore[misc]
+            _on_loop(loop, partial(_settle, accepted, exc))
             return
         stream = AsyncStream(loop, lambda: self._tell(lambda: self._engine.cancel(handle)))
         self._streams[handle] = stream
@@ -203,7 +204,7 @@ class AsyncEngine:
             self._put(stream, event)
         if handle.done:
             self._end(handle)
-        _on_loop(loop, lambda: accepted.done() or accepted.set_result(stream))
+        _on_loop(loop, partial(_settle, accepted, stream))
 
     def _put(self, stream: AsyncStream, event: TokenEvent) -> None:
         stream.put(event)
@@ -222,7 +223,21 @@ class AsyncEngine:
                 told.setdefault(stream.loop, []).append(stream)
         self._touched.clear()
         for loop, streams in told.items():
-            _on_loop(loop, lambda streams=streams: [stream.tell() for stream in streams])  # type: ignore[misc]
+            _on_loop(loop, partial(_tell_all, streams))
+
+
+def _tell_all(streams: list[AsyncStream]) -> None:
+    for stream in streams:
+        stream.tell()
+
+
+def _settle(accepted: asyncio.Future[AsyncStream], result: AsyncStream | OrtolanError) -> None:
+    if accepted.done():
+        return  # the caller's loop gave it up
+    if isinstance(result, OrtolanError):
+        accepted.set_exception(result)
+    else:
+        accepted.set_result(result)
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:
