@@ -108,6 +108,7 @@ def test_weights_depend_on_the_seed_and_the_name_alone(
     for name, values in again.items():
         assert values.tobytes() == first[name].tobytes(), name
         assert values.tobytes() != other[name].tobytes(), name
+    assert len({values.tobytes()[:64] for values in first.values()}) == len(first)
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "tiny"])
