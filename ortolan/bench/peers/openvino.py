@@ -1,0 +1,88 @@
+"""OpenVINO GenAI on a GGUF file or a folder of its own format."""
+
+from __future__ import annotations
+
+import time
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ortolan.bench.cases import Case, Sample
+from ortolan.bench.worker import Worker
+from ortolan.errors import BenchError
+
+_PACKAGE = "openvino-genai"
+
+
+class OpenVino:
+    """openvino_genai's LLMPipeline on CPU, one row at a time, in a process per thread count.
+
+    It has no call that reads a prompt alone: prefill is the time to the first token, and decode
+    the time between tokens, choice and callback included. Raises BenchError if not installed.
+    """
+
+    name = "openvino"
+    note = "choice of the token and callback included"
+
+    def __init__(self, path: Path) -> None:
+        if util.find_spec("openvino_genai") is None:
+            raise BenchError(f"--against openvino needs {_PACKAGE}; run: pip install {_PACKAGE}")
+        self._path = path
+        self._workers: dict[int, Worker] = {}
+        self.version = metadata.version(_PACKAGE)
+
+    def supports(self, case: Case) -> bool:
+        return case.phase in ("prefill", "decode") and case.batch == 1
+
+    def run(self, case: Case) -> Sample:
+        if case.threads not in self._workers:
+            self._workers[case.threads] = Worker(_Service, self._path, case.threads)
+        found: Sample = self._workers[case.threads].call("run", case)
+        return found
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.close()
+
+
+class _Service:
+    """Lives in the child."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import openvino as ov
+        import openvino_genai as genai
+
+        self._ov, self._genai = ov, genai
+        self._pipe = genai.LLMPipeline(str(path), "CPU", INFERENCE_NUM_THREADS=threads)
+        self._random = np.random.default_rng(0)
+        self._warm: set[str] = set()
+
+    def run(self, case: Case) -> Sample:
+        if case.name not in self._warm:
+            self._once(case)
+            self._warm.add(case.name)
+        return self._once(case)
+
+    def _once(self, case: Case) -> Sample:
+        prompt = case.tokens if case.phase == "prefill" else case.context
+        wanted = 1 if case.phase == "prefill" else case.tokens + 1
+        # Low ids exist in every vocabulary; what they mean makes no difference to the time.
+        ids = self._random.integers(100, 1000, (1, prompt)).astype(np.int64)
+        settings = {"max_new_tokens": wanted, "ignore_eos": True, "do_sample": False}
+        config = self._genai.GenerationConfig(**settings)
+        times_ns = [time.perf_counter_ns()]
+
+        def arrived(_: Any) -> Any:
+            times_ns.append(time.perf_counter_ns())
+            return self._genai.StreamingStatus.RUNNING
+
+        self._pipe.generate(self._ov.Tensor(ids), config, arrived)
+        gaps = [(b - a) * 1e-9 for a, b in zip(times_ns, times_ns[1:], strict=False)]
+        if len(gaps) < wanted:
+            # A streamer of text holds back tokens that end inside a character.
+            raise BenchError("OpenVINO streamed fewer pieces than tokens; it cannot be timed so")
+        if case.phase == "prefill":
+            return Sample(gaps[0])
+        return Sample(sum(gaps[1:]), tuple(gaps[1:]))
