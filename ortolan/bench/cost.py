@@ -87,7 +87,7 @@ def node_cost(node: Node, config: ModelConfig, call: Call) -> Cost:
     if node.op in ATTENTION_OPS and node.kind == "attention":
         return _attention_cost(config, node.layer, call)
     # The head and its norm see one position per row; the norm's weights are all that counts.
-    rows = call.batch if node.kind == "head" or node.layer < 0 and node.format else tokens
+    rows = call.batch if node.kind == "head" or (node.layer < 0 and node.format) else tokens
     moved = node.weight_bytes + node.table_bytes * rows
     return Cost(moved, {node.format: node.flops * rows} if node.flops else {})
 

@@ -28,6 +28,7 @@ Kind = Literal[
 ]
 
 FLOAT32 = "float32"
+IN_FLOAT32 = ", inputs in float32"  # ends the name of a quantized product that computes so
 ATTENTION_OPS = ("GroupQueryAttention", "Attention", "MultiHeadAttention")
 _GATHERS = ("Gather", "GatherBlockQuantized")
 # Operators that a stored weight may pass before its product.
@@ -106,7 +107,7 @@ class _Reader:
         if node.op_type == "MatMulNBits":
             k, n = attributes["K"], attributes["N"]
             return {
-                "format": f"int{attributes.get('bits', 4)} block {attributes['block_size']}",
+                "format": _product_format(attributes),
                 "weight_bytes": sum(self._bytes(name) for name in node.input[1:]),
                 "flops": 2.0 * k * n,
                 "size": (k, n),
@@ -154,6 +155,12 @@ class _Reader:
     def _is_vector(self, name: str) -> bool:
         tensor = self._stored.get(name)
         return tensor is not None and len(tensor.dims) == 1 and tensor.data_type == 1
+
+
+def _product_format(attributes: dict[str, int]) -> str:
+    """The name of a quantized product, which says how its inputs are computed with."""
+    name = f"int{attributes.get('bits', 4)} block {attributes['block_size']}"
+    return name if attributes.get("accuracy_level", 0) == 4 else name + IN_FLOAT32
 
 
 def _elements(dims: Iterable[int]) -> int:

@@ -1,11 +1,11 @@
-"""What this machine is and what it reaches: read bandwidth and matrix peaks, measured on the spot."""
+"""What this machine is, and what it reaches: read bandwidth and matrix peaks, measured."""
 
 from __future__ import annotations
 
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.bench.graph import FLOAT32, Node
+from ortolan.bench.graph import FLOAT32, IN_FLOAT32, Node
 from ortolan.optional import require
 from ortolan.runtime.machine import usable_cores
 
@@ -63,7 +63,7 @@ def load_average() -> float | None:
 
 
 def memory_limit() -> int | None:
-    """Bytes of memory: the cgroup's limit (version 2, then 1) if that is less than the machine's."""
+    """Bytes of memory: the cgroup's limit (version 2, then 1) or the machine's, the lesser."""
     limits = []
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -80,9 +80,8 @@ def _cpu_info() -> tuple[str, frozenset[str]]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return platform.processor() or platform.machine(), frozenset()
-    values = {
-        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
-    }
+    pairs = (line.partition(":") for line in lines)
+    values = {key.strip(): value.strip() for key, _, value in pairs}
     flags = values.get("flags") or values.get("Features", "")
     return values.get("model name") or platform.machine(), frozenset(flags.split())
 
@@ -161,10 +160,11 @@ def _product(name: str, rows: int, k: int, n: int) -> Callable[[], object]:
         node = helper.make_node("MatMul", ["x", "w0"], ["y"])
     else:
         bits, block = _parsed(name)
+        level = 1 if name.endswith(IN_FLOAT32) else 4
         blocks = -(-k // block)
         codes = random.integers(0, 256, (n, blocks, block * bits // 8), dtype=np.uint8)
         weights = [codes, random.random((n, blocks), dtype=np.float32)]
-        sizes = {"K": k, "N": n, "bits": bits, "block_size": block, "accuracy_level": 4}
+        sizes = {"K": k, "N": n, "bits": bits, "block_size": block, "accuracy_level": level}
         node = helper.make_node(
             "MatMulNBits", ["x", "w0", "w1"], ["y"], domain="com.microsoft", **sizes
         )
@@ -188,10 +188,5 @@ def _product(name: str, rows: int, k: int, n: int) -> Callable[[], object]:
 
 def _parsed(name: str) -> tuple[int, int]:
     """Bits and block size of "int4 block 32"."""
-    kind, _, block = name.partition(" block ")
+    kind, _, block = name.removesuffix(IN_FLOAT32).partition(" block ")
     return int(kind.removeprefix("int")), int(block)
-
-
-def formats(nodes: Iterable[Node]) -> list[str]:
-    """The formats of a graph's products."""
-    return sorted({node.format for node in nodes if node.format})

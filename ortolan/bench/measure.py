@@ -1,10 +1,11 @@
-"""Runs cases in this process: the model's calls alone, and a whole request through the front door."""
+"""Runs cases in this process: the model's calls, and whole requests through the front door."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ortolan.runtime.params import EngineConfig, SamplingParams
 from ortolan.runtime.providers import find_provider
 
 # Filters and penalties that people combine; every one of them costs something per token.
-FULL_SAMPLING = {
+FULL_SAMPLING: dict[str, Any] = {
     "temperature": 0.8,
     "top_k": 40,
     "top_p": 0.95,
@@ -141,8 +142,8 @@ class Bench:
         return Sample(sum(steps), tuple(steps))
 
     def _generate(self, case: Case) -> Sample:
-        settings = FULL_SAMPLING if case.sampling == "full" else {"temperature": 0}
-        params = SamplingParams(max_tokens=case.tokens, ignore_eos=True, **settings)  # type: ignore[arg-type]
+        settings = FULL_SAMPLING if case.sampling == "full" else {"temperature": 0.0}
+        params = SamplingParams(max_tokens=case.tokens, ignore_eos=True, **settings)
         ids = self._ids(case.context)  # new ones: the prefix cache knows none of them
         times_ns = [time.perf_counter_ns()]
         with session_clock() as clock:
@@ -150,9 +151,8 @@ class Bench:
             next(events)
             times_ns.append(time.perf_counter_ns())
             before = len(clock.runs_s)
-            for _ in events:
-                times_ns.append(time.perf_counter_ns())
-        gaps = [(b - a) * 1e-9 for a, b in zip(times_ns, times_ns[1:], strict=False)]
+            times_ns.extend(time.perf_counter_ns() for _ in events)
+        gaps = [(b - a) * 1e-9 for a, b in pairwise(times_ns)]
         session_s = sum(clock.runs_s[before:])
         return Sample(sum(gaps[1:]), tuple(gaps[1:]), ttft_s=gaps[0], session_s=session_s)
 

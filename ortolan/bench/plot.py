@@ -72,19 +72,16 @@ def _scaling(axes: Any, rows: Sequence[Row], along: str, other: str, label: str)
     for (system, threads, value), line in lines.items():
         line = sorted(line, key=lambda row: row[along])
         speeds = [row["tokens_per_s"] for row in line]
-        # The spread is of times: a long time is a low speed.
-        scale = [row["tokens_per_s"] * row["time_ms"]["median"] for row in line]
-        low = [
-            s - k / row["time_ms"]["high"] for s, k, row in zip(speeds, scale, line, strict=True)
-        ]
-        high = [
-            k / row["time_ms"]["low"] - s for s, k, row in zip(speeds, scale, line, strict=True)
-        ]
+        # The spread is of times: the longest is the lowest speed.
+        slow = [row["time_ms"]["median"] / row["time_ms"]["high"] for row in line]
+        fast = [row["time_ms"]["median"] / row["time_ms"]["low"] for row in line]
+        below = [speed * (1 - part) for speed, part in zip(speeds, slow, strict=True)]
+        above = [speed * (part - 1) for speed, part in zip(speeds, fast, strict=True)]
         name = f"{system}, {other} {value}" + (f", {threads} threads" if many_threads else "")
         axes.errorbar(
             [row[along] for row in line],
             speeds,
-            yerr=[low, high],
+            yerr=[below, above],
             fmt=_OURS if system == "ortolan" else _THEIRS,
             capsize=3,
             label=name,
@@ -154,4 +151,4 @@ def _flops(row: Row) -> float:
 def _rate(row: Row) -> float:
     """Operations per second: of a whole prompt, or of a median step."""
     milliseconds = row["token_ms"]["p50"] if row["token_ms"] else row["time_ms"]["median"]
-    return _flops(row) / milliseconds * 1e3
+    return _flops(row) / float(milliseconds) * 1e3

@@ -100,11 +100,12 @@ def parse_profile(
     Raises BenchError if the profile holds no complete unit after them.
     """
     events = list(events)
-    runs = sorted(
+    spans_us = (
         (event["ts"], event["ts"] + event["dur"])
         for event in events
         if event["name"] == "model_run"
     )
+    runs = sorted(spans_us)
     units = [runs[i : i + calls_per_unit] for i in range(0, len(runs), calls_per_unit)]
     units = [unit for unit in units[skip:] if len(unit) == calls_per_unit]
     if not units:
@@ -140,12 +141,12 @@ def group(
     costs: _Costs,
     peaks: Peaks,
     key: Callable[[Node, NodeTime], str],
-    extra: tuple[str, str, float] | None = None,
+    extra: tuple[str, float] | None = None,
 ) -> tuple[Line, ...]:
     """Operators summed by `key`, the slowest group first.
 
     A node without weights is counted by the activations that it reads and writes. extra: sampling,
-    as (operator, kind, seconds): it is no part of the session.
+    as (name, seconds): it is no part of the session.
     """
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
@@ -159,7 +160,7 @@ def group(
         counts[name] += 1
         cost[name] += counted
     if extra is not None:
-        op, kind, took_s = extra
+        op, took_s = extra
         name = key(Node(op, op, "sampling", -1), NodeTime(op, op, took_s, 0.0))
         seconds[name] += took_s
         counts[name] += 1
@@ -228,11 +229,11 @@ def _profiled_events(
     return events
 
 
-def _sampling_time(bench: Bench, case: Case) -> tuple[str, str, float]:
+def _sampling_time(bench: Bench, case: Case) -> tuple[str, float]:
     """Seconds that drawing a token for each row takes, with every filter and penalty at work."""
     config, rows = bench.opened.model.config, case.batch
     sampler = Sampler(bench.opened.model.sessions.sample, config.vocab_size)
-    params = SamplingParams(**FULL_SAMPLING)  # type: ignore[arg-type]
+    params = SamplingParams(**FULL_SAMPLING)
     prompt = list(range(min(case.context, config.vocab_size)))
     states = [SamplerRow(params, prompt, config.vocab_size) for _ in range(rows)]
     logits = np.random.default_rng(2).standard_normal((rows, config.vocab_size), np.float32)
@@ -241,4 +242,4 @@ def _sampling_time(bench: Bench, case: Case) -> tuple[str, str, float]:
         began_ns = time.perf_counter_ns()
         sampler.sample(logits, states)
         took.append((time.perf_counter_ns() - began_ns) * 1e-9)
-    return _SAMPLER, "sampling", sorted(took[_WARM_UP:])[_UNITS // 2]
+    return _SAMPLER, sorted(took[_WARM_UP:])[_UNITS // 2]

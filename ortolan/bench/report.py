@@ -60,6 +60,7 @@ def document(results: Results, bundle_name: str, when: str) -> Document:
             "steps": plan.steps,
             "warm_up_runs": 1,
             "kv_fill": "random",
+            "left_out": results.left_out,
             "quick": plan.quick,
             "engine": dict(plan.engine),
         },
@@ -192,9 +193,8 @@ def as_csv(found: Document) -> str:
 
 def _flat(row: Document) -> Document:
     token, bound, ratio = row["token_ms"] or {}, row["bound"] or {}, row["ratio"] or {}
-    flat = {
-        name: row[name] for name in CSV_COLUMNS if name in row and not isinstance(row[name], dict)
-    }
+    plain = (name for name in CSV_COLUMNS if not isinstance(row.get(name), dict))
+    flat = {name: row[name] for name in plain if name in row}
     flat |= {
         "time_ms": row["time_ms"]["median"],
         "time_ms_low": row["time_ms"]["low"],

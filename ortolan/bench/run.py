@@ -36,6 +36,7 @@ class Results:
     peaks: dict[int, Peaks]
     dram_bandwidth: dict[int, float]
     peers: dict[str, tuple[str, str]]  # name -> version, note
+    left_out: list[str]  # what the bundle has no positions for
     profiles: list[Profile] = field(default_factory=list)
 
 
@@ -55,9 +56,7 @@ def run_bench(
     require("onnx", "bench", "counting a graph's work")
     require("onnxruntime", "cpu", "running a model")
     manifest = Manifest.read(bundle)
-    max_context = min(
-        manifest.model.max_context, plan.engine.get("max_context") or manifest.model.max_context
-    )
+    max_context = manifest.model.max_context
     cases = {threads: plan.cases(threads, max_context) for threads in plan.threads}
     with ExitStack() as stack:
         peers = []
@@ -83,6 +82,7 @@ def run_bench(
             peaks={threads: peaks for threads, (peaks, _) in found.items()},
             dram_bandwidth={threads: rate for threads, (_, rate) in found.items()},
             peers={peer.name: (peer.version, peer.note) for peer in peers},
+            left_out=plan.left_out(max_context),
         )
         if plan.profile:
             threads = plan.threads[-1]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """The smallest value that at least `percent` % of the values do not exceed (nearest rank)."""
-    assert values and 0 <= percent <= 100
+    assert values
     ranked = sorted(values)
     return ranked[max(0, math.ceil(percent / 100 * len(ranked)) - 1)]
 

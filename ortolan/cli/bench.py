@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import datetime
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ortolan.bench.cases import Plan
 from ortolan.cli.options import (
     MAX_THREADS,
+    Function,
     bundle_argument,
     debug_option,
+    default_of,
     engine_options,
 )
 from ortolan.cli.output import is_fancy, note, write, write_json
@@ -21,7 +25,7 @@ from ortolan.errors import UsageError
 _MOST = 1 << 20
 
 
-class _Numbers(click.ParamType):
+class _Numbers(click.ParamType[tuple[int, ...]]):
     """Whole numbers, separated by commas."""
 
     name = "numbers"
@@ -41,33 +45,39 @@ class _Numbers(click.ParamType):
         return numbers
 
 
-def _listed(name: str, default: str | None, help_text: str, most: int = _MOST) -> Any:
+def _shown(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _sweep(name: str, field: str, help_text: str) -> Callable[[Function], Function]:
+    """An option that sets a sequence of Plan's, from which its default is read."""
     return click.option(
         f"--{name}",
         metavar="N,N,...",
-        type=_Numbers(most),
-        default=default,
-        show_default=default is not None,
+        type=_Numbers(),
+        default=_shown(default_of(Plan, field)),
+        show_default=True,
         help=help_text,
     )
 
 
 @click.command(short_help="Measure speed, and how far it is from the machine's limits.")
 @bundle_argument
-@_listed(
-    "threads",
-    None,
-    "Numbers of threads, each in a process of its own.  [default: the cores that may be used]",
-    MAX_THREADS,
+@click.option(
+    "--threads",
+    metavar="N,N,...",
+    type=_Numbers(MAX_THREADS),
+    help="Numbers of threads, each in a process of its own.  "
+    "[default: the cores that this process may use]",
 )
-@_listed("batch", "1,4,16", "Rows that decode together.")
-@_listed("prompt", "128,512", "Lengths of prompts.")
-@_listed("context", None, "Tokens that a row holds before decode.  [default: 128,1024]")
+@_sweep("batch", "batches", "Rows that decode together.")
+@_sweep("prompt", "prompts", "Lengths of prompts.")
+@_sweep("context", "contexts", "Tokens that a row holds before decode.")
 @click.option(
     "--repeat",
     metavar="N",
     type=click.IntRange(1, 1000),
-    default=5,
+    default=default_of(Plan, "repeat"),
     show_default=True,
     help="Rounds, each of which runs every case once.",
 )
@@ -75,7 +85,7 @@ def _listed(name: str, default: str | None, help_text: str, most: int = _MOST) -
     "--steps",
     metavar="N",
     type=click.IntRange(2, 4096),
-    default=32,
+    default=default_of(Plan, "steps"),
     show_default=True,
     help="Tokens that a decode case makes in a round.",
 )
@@ -113,7 +123,7 @@ def bench(
     threads: tuple[int, ...] | None,
     batch: tuple[int, ...],
     prompt: tuple[int, ...],
-    context: tuple[int, ...] | None,
+    context: tuple[int, ...],
     repeat: int,
     steps: int,
     profile: bool,
@@ -139,7 +149,6 @@ def bench(
         from ortolan.bench.plot import check_target
 
         check_target(plot)
-    from ortolan.bench.cases import Plan
     from ortolan.bench.report import as_csv, document
     from ortolan.bench.run import run_bench
     from ortolan.runtime.machine import usable_cores
@@ -150,16 +159,21 @@ def bench(
         threads=threads or (usable_cores(),),
         batches=batch,
         prompts=prompt,
-        contexts=context or Plan.contexts,
+        contexts=context,
         steps=steps,
         repeat=repeat,
         quick=quick,
         profile=profile,
         engine=engine,
     )
-    results = run_bench(bundle, plan, against, llama_bin, _progress)
-    when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    try:
+        results = run_bench(bundle, plan, against, llama_bin, _progress)
+    finally:
+        _progress("")
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found = document(results, bundle.absolute().name, when)
+    if results.left_out:
+        note(f"left out, too long for this bundle: {', '.join(results.left_out)}")
     if plot is not None:
         from ortolan.bench.plot import draw
 
@@ -176,6 +190,10 @@ def bench(
 
 
 def _progress(text: str) -> None:
-    """What runs now, on a terminal only."""
+    """What runs now, in one line of a terminal that the next text replaces.
+
+    Nothing that redraws by itself: it would run while something is measured.
+    """
     if is_fancy(sys.stderr):
-        note(text)
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()

@@ -50,8 +50,10 @@ def _write_setting(found: dict[str, Any]) -> None:
 
 
 def _write_phases(rows: Sequence[Row]) -> None:
-    header = ("phase", "threads", "rows", "context", "tokens", "tokens/s", "±", "p50 ms")
-    header += ("p90", "p99", "bound ms", "by", "reached")
+    header = (
+        *("phase", "threads", "rows", "context", "tokens", "tokens/s", "±"),
+        *("p50 ms", "p90", "p99", "bound ms", "by", "reached"),
+    )
     lines = []
     for row in rows:
         if row["phase"] == "generate":
@@ -79,8 +81,10 @@ def _write_phases(rows: Sequence[Row]) -> None:
 def _write_requests(rows: Sequence[Row]) -> None:
     if not rows:
         return
-    header = ("one request", "threads", "prompt", "tokens", "first token ms", "tokens/s", "±")
-    header += ("p50 ms", "p90", "p99", "outside the session")
+    header = (
+        *("one request", "threads", "prompt", "tokens", "first token ms", "tokens/s", "±"),
+        *("p50 ms", "p90", "p99", "outside the session"),
+    )
     lines = [
         (
             f"{row['sampling']} sampling",
@@ -102,8 +106,10 @@ def _write_ratios(found: dict[str, Any]) -> None:
     rows = [row for row in found["results"] if row["ratio"] is not None]
     if not rows:
         return
-    header = ("against", "phase", "threads", "rows", "context", "tokens", "its tokens/s")
-    header += ("ortolan is", "rounds from", "to")
+    header = (
+        *("against", "phase", "threads", "rows", "context", "tokens", "its tokens/s"),
+        *("ortolan is", "rounds from", "to"),
+    )
     lines = [
         (
             row["system"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from importlib import metadata, util
+from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,7 @@ class _Service:
     """Lives in the child."""
 
     def __init__(self, folder: Path, threads: int) -> None:
-        import onnxruntime_genai as og
-
-        self._og = og
+        self._og = og = import_module("onnxruntime_genai")
         config = og.Config(str(folder))
         options = {"intra_op_num_threads": threads}
         config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))

