@@ -29,7 +29,7 @@ _FLAGS = (
 _ROWS = 256  # as many as a prefill chunk
 _SIDE = 2048
 # Larger than the caches, and what a step of a large model reads.
-_DRAM_BYTES, _QUICK_BYTES = 512 << 20, 8 << 20
+_DRAM_BYTES, _QUICK_BYTES = 256 << 20, 8 << 20
 _LEAST_BYTES = 4 << 20
 
 
