@@ -134,12 +134,13 @@ def _name_points(axes: Any, rows: Sequence[Row], intensity: Mapping[int, float])
     name: Callable[[Row], str] = lambda row: (  # noqa: E731  (used once, below)
         f"{row['tokens']}" if row["phase"] == "prefill" else f"{row['batch']} @ {row['context']}"
     )
-    for row in rows:
+    ordered = sorted(rows, key=lambda row: intensity[id(row)])
+    for index, row in enumerate(ordered):
         axes.annotate(
             name(row),
             (intensity[id(row)], _rate(row) / 1e9),
             textcoords="offset points",
-            xytext=(5, -9),
+            xytext=(5, -9 if index % 2 else 5),  # neighbours apart
             fontsize="x-small",
         )
 
