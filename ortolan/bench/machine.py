@@ -35,7 +35,7 @@ _LEAST_BYTES = 4 << 20
 
 def describe_machine() -> dict[str, Any]:
     """Processor, what the container may use of it, memory, and the flags that kernels look at."""
-    model, flags = _cpu_info()
+    model, flags = cpu_info()
     return {
         "cpu": model,
         "architecture": platform.machine(),
@@ -62,6 +62,40 @@ def load_average() -> float | None:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
+class OtherWork:
+    """How busy other processes keep the machine, from the time this is made on."""
+
+    def __init__(self) -> None:
+        self._began = (time.monotonic(), _busy_s(), _own_s())
+
+    def cores(self) -> float | None:
+        """Cores that others used on average; None where Linux's /proc is absent.
+
+        Processes of ours count as others until they have been waited for.
+        """
+        then_s, busy_then_s, own_then_s = self._began
+        busy_s = _busy_s()
+        if busy_s is None or busy_then_s is None:
+            return None
+        wall_s = max(time.monotonic() - then_s, 1e-9)
+        return max(0.0, (busy_s - busy_then_s - (_own_s() - own_then_s)) / wall_s)
+
+
+def _busy_s() -> float | None:
+    """Seconds that all processors together have been busy."""
+    try:
+        first = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
+    except OSError:
+        return None
+    user, nice, system = (float(ticks) for ticks in first.split()[1:4])
+    return (user + nice + system) / float(os.sysconf("SC_CLK_TCK"))
+
+
+def _own_s() -> float:
+    """Seconds of processor time of this process and of the children it has waited for."""
+    return sum(os.times()[:4])
+
+
 def memory_limit() -> int | None:
     """Bytes of memory: the cgroup's limit (version 2, then 1) or the machine's, the lesser."""
     limits = []
@@ -75,7 +109,8 @@ def memory_limit() -> int | None:
     return min(limits, default=None)
 
 
-def _cpu_info() -> tuple[str, frozenset[str]]:
+def cpu_info() -> tuple[str, frozenset[str]]:
+    """The processor's name, and its flags where Linux's /proc has them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

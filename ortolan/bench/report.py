@@ -44,7 +44,11 @@ def document(results: Results, bundle_name: str, when: str) -> Document:
     return {
         "schema_version": SCHEMA,
         "date": when,
-        "machine": {**describe_machine(), "load_average": load_average()},
+        "machine": {
+            **describe_machine(),
+            "load_average": load_average(),
+            "busy_elsewhere_cores": results.busy_elsewhere,
+        },
         "versions": describe_versions(),
         "bundle": {
             "name": bundle_name,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ortolan.bench.cases import Case, Plan, Sample
 from ortolan.bench.cost import Cost, Peaks
+from ortolan.bench.machine import OtherWork
 from ortolan.bench.peers.base import Peer, open_peer
 from ortolan.bench.service import BenchService
 from ortolan.bench.worker import Worker
@@ -38,6 +39,7 @@ class Results:
     peers: dict[str, tuple[str, str]]  # name -> version, note
     left_out: list[str]  # what the bundle has no positions for
     profiles: list[Profile] = field(default_factory=list)
+    busy_elsewhere: float | None = None  # cores that other processes used meanwhile
 
 
 def run_bench(
@@ -56,6 +58,7 @@ def run_bench(
     require("onnx", "bench", "counting a graph's work")
     require("onnxruntime", "cpu", "running a model")
     manifest = Manifest.read(bundle)
+    others = OtherWork()
     max_context = manifest.model.max_context
     cases = {threads: plan.cases(threads, max_context) for threads in plan.threads}
     with ExitStack() as stack:
@@ -89,6 +92,8 @@ def run_bench(
             for case in profiled_cases(cases[threads]):
                 progress(f"profiling {case.name}")
                 results.profiles.append(workers[threads].call("profile", case))
+    # Only now, since the processes that have measured are no others.
+    results.busy_elsewhere = others.cores()
     return results
 
 

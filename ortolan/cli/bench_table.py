@@ -28,7 +28,7 @@ def _write_setting(found: dict[str, Any]) -> None:
         ("date", found["date"]),
         ("cpu", f"{machine['cpu']}, {machine['cores']} cores, {' '.join(machine['flags'])}"),
         ("memory", megabytes(memory) if memory else "unknown"),
-        ("load", f"{machine['load_average']:.2f}" if machine["load_average"] is not None else ""),
+        ("load", _load(machine)),
         ("versions", ", ".join(f"{name} {text}" for name, text in found["versions"].items())),
         ("bundle", f"{bundle['name']} from {bundle['source']}, attention {bundle['attention']}"),
         ("weights", f"SHA-256 {bundle['weights_sha256'][:16]}..."),
@@ -146,6 +146,15 @@ def _write_profile(profile: dict[str, Any]) -> None:
             ],
             numbers=(1, 2, 3, 5),
         )
+
+
+def _load(machine: dict[str, Any]) -> str:
+    """How much of what was measured may be someone else's doing."""
+    average, busy = machine["load_average"], machine["busy_elsewhere_cores"]
+    parts = [] if average is None else [f"{average:.2f}"]
+    if busy is not None:
+        parts.append(f"{busy:.2f} cores busy with something else")
+    return ", ".join(parts) or "unknown"
 
 
 def _plus_minus(spread: dict[str, Any]) -> str:

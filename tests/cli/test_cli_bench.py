@@ -129,6 +129,7 @@ def test_report_says_what_was_measured_on_what(found: Any, bundle: Path) -> None
     assert found["schema_version"].startswith("1.")
     assert found["machine"]["cores"] >= 1
     assert found["machine"]["cpu"]
+    assert found["machine"]["busy_elsewhere_cores"] >= 0
     assert {"python", "ortolan", "onnxruntime", "numpy"} <= found["versions"].keys()
     manifest = json.loads((bundle / "manifest.json").read_text())
     assert found["bundle"]["weights_sha256"] == manifest["files"]["weights.bin"]["sha256"]

@@ -170,7 +170,7 @@ def parse_llama_bench(output: str, *, prompt: int, generate: int) -> float:
     for test in _objects(output, BENCH):
         samples = test.get("samples_ns")
         if (test.get("n_prompt"), test.get("n_gen")) == (prompt, generate) and samples:
-            return statistics.median(samples) * 1e-9
+            return float(statistics.median(samples)) * 1e-9
     raise BenchError(f"{BENCH} gave no result of {prompt} prompt and {generate} generated tokens")
 
 
