@@ -31,6 +31,8 @@ _SIDE = 2048
 # Larger than the caches, and what a step of a large model reads.
 _DRAM_BYTES, _QUICK_BYTES = 256 << 20, 8 << 20
 _LEAST_BYTES = 4 << 20
+# For each measurement in each round.
+_BUDGET_S, _QUICK_BUDGET_S, _LEAST_RUNS = 0.2, 0.01, 3
 
 
 def describe_machine() -> dict[str, Any]:
@@ -131,6 +133,7 @@ class MachinePeaks:
 
     def __init__(self, nodes: Collection[Node], size: float, threads: int, quick: bool) -> None:
         self._threads = threads
+        self._budget_s = _QUICK_BUDGET_S if quick else _BUDGET_S
         large = _QUICK_BYTES if quick else _DRAM_BYTES
         self._array: FloatArray = np.ones(large // 4, np.float32)
         self._model_items = int(min(max(size, _LEAST_BYTES), large)) // 4
@@ -140,29 +143,41 @@ class MachinePeaks:
         self.flops: dict[str, float] = {}
 
     def measure(self) -> None:
-        """One round; some tenths of a second."""
-        model = self._array[: self._model_items]
-        self.bandwidth = max(self.bandwidth, _read_rate(model, self._threads))
-        self.dram_bandwidth = max(self.dram_bandwidth, _read_rate(self._array, self._threads))
+        """One round; a second or two."""
+        model, large = (
+            _read_rate(array, self._threads, self._budget_s)
+            for array in (self._array[: self._model_items], self._array)
+        )
+        self.bandwidth = max(self.bandwidth, model)
+        self.dram_bandwidth = max(self.dram_bandwidth, large)
         for name, flops, run in self._products:
-            self.flops[name] = max(self.flops.get(name, 0.0), flops / _best_s(run))
+            self.flops[name] = max(self.flops.get(name, 0.0), flops / _best_s(run, self._budget_s))
 
 
-def _best_s(run: Callable[[], object], times: int = 4) -> float:
-    best = float("inf")
-    for _ in range(times):
+def _best_s(run: Callable[[], object], budget_s: float) -> float:
+    """The shortest of as many runs as fit into the budget, and of three at least.
+
+    The best, since what disturbs a run makes it slower only; on a busy machine it takes many
+    tries to meet two free cores.
+    """
+    best, runs, until_s = float("inf"), 0, time.perf_counter() + budget_s
+    while runs < _LEAST_RUNS or time.perf_counter() < until_s:
         began_ns = time.perf_counter_ns()
         run()
         best = min(best, (time.perf_counter_ns() - began_ns) * 1e-9)
+        runs += 1
     return best
 
 
-def _read_rate(array: FloatArray, threads: int) -> float:
+def _read_rate(array: FloatArray, threads: int, budget_s: float) -> float:
     """Bytes per second read by as many threads, each on its own piece, in one dot product each."""
     pieces = np.array_split(array, threads)
     with ThreadPoolExecutor(threads) as pool:
-        seconds = _best_s(lambda: list(pool.map(lambda piece: np.dot(piece, piece), pieces)))
-    return array.nbytes / seconds
+
+        def read() -> None:
+            list(pool.map(lambda piece: np.dot(piece, piece), pieces))
+
+        return array.nbytes / _best_s(read, budget_s)
 
 
 Product = tuple[str, float, Callable[[], object]]
@@ -172,7 +187,7 @@ def _products(nodes: Collection[Node], quick: bool) -> list[Product]:
     """For each format of the graph: its largest product's shape, and a square one; and float32."""
     side, rows = (128, 32) if quick else (_SIDE, _ROWS)
     shapes: dict[str, set[tuple[int, int]]] = {FLOAT32: {(side, side)}}
-    for name in {node.format for node in nodes if node.format} - {FLOAT32}:
+    for name in sorted({node.format for node in nodes if node.format} - {FLOAT32}):
         sizes = {node.size for node in nodes if node.format == name}
         shapes[name] = {(side, side), max(sizes, key=lambda size: size[0] * size[1])}
     return [

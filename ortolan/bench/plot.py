@@ -13,7 +13,7 @@ from ortolan.errors import BenchError, UsageError
 from ortolan.optional import require
 
 _SUFFIXES = (".png", ".svg")
-_OURS, _THEIRS = "o-", "s--"
+_STYLES = ("o-", "s--", "^:", "v-.")  # of systems, Ortolan first
 Row = Mapping[str, Any]
 
 
@@ -64,10 +64,13 @@ def draw(found: Mapping[str, Any], path: Path) -> list[Path]:
 
 
 def _scaling(axes: Any, rows: Sequence[Row], along: str, other: str, label: str) -> None:
-    """Tokens per second along one sweep, a line for each value of the other and each system."""
+    """Tokens per second along one sweep: a colour for each value of the other, a dash per system."""
     lines: dict[tuple[str, int, int], list[Row]] = defaultdict(list)
     for row in rows:
         lines[row["system"], row["threads"], row[other]].append(row)
+    kinds = sorted({(row[other], row["threads"]) for row in rows})
+    colours = {kind: f"C{index}" for index, kind in enumerate(kinds)}
+    styles = dict(zip(dict.fromkeys(row["system"] for row in rows), _STYLES, strict=False))
     many_threads = len({row["threads"] for row in rows}) > 1
     for (system, threads, value), line in lines.items():
         line = sorted(line, key=lambda row: row[along])
@@ -82,7 +85,8 @@ def _scaling(axes: Any, rows: Sequence[Row], along: str, other: str, label: str)
             [row[along] for row in line],
             speeds,
             yerr=[below, above],
-            fmt=_OURS if system == "ortolan" else _THEIRS,
+            fmt=styles[system],
+            color=colours[value, threads],
             capsize=3,
             label=name,
         )
@@ -100,11 +104,15 @@ def _scaling(axes: Any, rows: Sequence[Row], along: str, other: str, label: str)
 def _roofline(axes: Any, found: Mapping[str, Any]) -> None:
     """Operations per second over operations per byte, below what memory and products allow."""
     rows = [row for row in found["results"] if row["bound"] is not None]
-    rows = [row for row in rows if row["phase"] in ("prefill", "decode")]
+    peaks = found["peaks"][-1]
+    rows = [
+        row
+        for row in rows
+        if row["phase"] in ("prefill", "decode") and row["threads"] == peaks["threads"]
+    ]
     intensity = {id(row): _flops(row) / row["bound"]["bytes"] for row in rows}
     low, high = min(intensity.values()) / 2, max(intensity.values()) * 4
     along = np.geomspace(low, high, 100)
-    peaks = found["peaks"][-1]
     bandwidth = peaks["read_bytes_per_s"]
     for name, peak in peaks["flops_per_s"].items():
         roof = np.minimum(along * bandwidth, peak) / 1e9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ OURS = "ortolan"
 Progress = Callable[[str], None]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Results:
     """Everything that a run found. samples: by system and case, one for each round."""
 
@@ -38,8 +38,8 @@ class Results:
     dram_bandwidth: dict[int, float]
     peers: dict[str, tuple[str, str]]  # name -> version, note
     left_out: list[str]  # what the bundle has no positions for
-    profiles: list[Profile] = field(default_factory=list)
-    busy_elsewhere: float | None = None  # cores that other processes used meanwhile
+    profiles: list[Profile]
+    busy_elsewhere: float | None  # cores that other processes used meanwhile
 
 
 def run_bench(
@@ -75,26 +75,28 @@ def run_bench(
             stack.callback(worker.close)
             worker.call("warm_up")
         samples = _rounds(cases, workers, peers, plan.repeat, progress)
-        found = {threads: worker.call("peaks") for threads, worker in workers.items()}
-        results = Results(
-            manifest=manifest,
-            plan=plan,
-            cases=[case for own in cases.values() for case in own],
-            samples=samples,
-            costs={case: workers[t].call("cost", case) for t, own in cases.items() for case in own},
-            peaks={threads: peaks for threads, (peaks, _) in found.items()},
-            dram_bandwidth={threads: rate for threads, (_, rate) in found.items()},
-            peers={peer.name: (peer.version, peer.note) for peer in peers},
-            left_out=plan.left_out(max_context),
-        )
+        profiles = []
         if plan.profile:
             threads = plan.threads[-1]
             for case in profiled_cases(cases[threads]):
                 progress(f"profiling {case.name}")
-                results.profiles.append(workers[threads].call("profile", case))
-    # Only now, since the processes that have measured are no others.
-    results.busy_elsewhere = others.cores()
-    return results
+                profiles.append(workers[threads].call("profile", case))
+        found = {threads: worker.call("peaks") for threads, worker in workers.items()}
+        costs = {case: workers[t].call("cost", case) for t, own in cases.items() for case in own}
+    return Results(
+        manifest=manifest,
+        plan=plan,
+        cases=[case for own in cases.values() for case in own],
+        samples=samples,
+        costs=costs,
+        peaks={threads: peaks for threads, (peaks, _) in found.items()},
+        dram_bandwidth={threads: rate for threads, (_, rate) in found.items()},
+        peers={peer.name: (peer.version, peer.note) for peer in peers},
+        left_out=plan.left_out(max_context),
+        profiles=profiles,
+        # Only now, when the processes that have measured count as our own.
+        busy_elsewhere=others.cores(),
+    )
 
 
 def _rounds(

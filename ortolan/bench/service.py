@@ -48,4 +48,5 @@ class BenchService:
         return Peaks(self._peaks.bandwidth, self._peaks.flops), self._peaks.dram_bandwidth
 
     def profile(self, case: Case) -> Profile:
+        self._peaks.measure()  # beside the profile, so that both see the machine as it is then
         return profile_case(self._bench, case, self.peaks()[0])

