@@ -64,7 +64,7 @@ def draw(found: Mapping[str, Any], path: Path) -> list[Path]:
 
 
 def _scaling(axes: Any, rows: Sequence[Row], along: str, other: str, label: str) -> None:
-    """Tokens per second along one sweep: a colour for each value of the other, a dash per system."""
+    """Tokens per second along one sweep: colours for values of the other, dashes for systems."""
     lines: dict[tuple[str, int, int], list[Row]] = defaultdict(list)
     for row in rows:
         lines[row["system"], row["threads"], row[other]].append(row)
