@@ -43,7 +43,8 @@ def _write_setting(found: dict[str, Any]) -> None:
             f"reads {peaks['read_bytes_per_s'] / 1e9:.1f} GB/s "
             f"({peaks['dram_read_bytes_per_s'] / 1e9:.1f} past the caches)"
         )
-        rows.append((f"{peaks['threads']} threads", f"{reads}, {products}"))
+        count = peaks["threads"]
+        rows.append((f"{count} thread{'s' if count > 1 else ''}", f"{reads}, {products}"))
     for name, peer in found["peers"].items():
         rows.append((name, f"{peer['version']} ({peer['note']})"))
     write_table(None, rows)
