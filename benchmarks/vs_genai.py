@@ -19,7 +19,6 @@ from pathlib import Path
 from _common import (
     Report,
     Series,
-    UnavailableError,
     demo_checkpoint,
     make_with,
     ortolan_command,
@@ -27,6 +26,8 @@ from _common import (
 )
 from _gguf_folder import write_folder
 from _ours import Ours, Tests, add_arguments
+
+from ortolan.errors import BenchError
 
 BOUND = 1.0
 BLOCK_SIZE = 32
@@ -65,7 +66,7 @@ class GenaiProcess:
         line = self._process.stdout.readline()
         if not line:
             last = self._process.stderr.read().strip().splitlines()[-1:] or ["no message"]
-            raise UnavailableError(f"onnxruntime-genai stopped: {last[0]}")
+            raise BenchError(f"onnxruntime-genai stopped: {last[0]}")
         return line
 
 
@@ -100,15 +101,15 @@ def _set_threads(path: Path, threads: int) -> None:
 
 
 def check_installed(python: str) -> None:
-    """Raises UnavailableError unless that Python has onnxruntime-genai."""
+    """Raises BenchError unless that Python has onnxruntime-genai."""
     try:
         done = subprocess.run(
             [python, "-c", "import onnxruntime_genai"], capture_output=True, check=False
         )
     except OSError as exc:
-        raise UnavailableError(f"--python {python} does not run ({exc.strerror})") from None
+        raise BenchError(f"--python {python} does not run ({exc.strerror})") from None
     if done.returncode != 0:
-        raise UnavailableError(
+        raise BenchError(
             "onnxruntime-genai is not installed; pip install onnxruntime-genai torch transformers "
             "into an environment, and give its Python as --python"
         )
@@ -134,7 +135,7 @@ def main() -> int:
             theirs.append(theirs_side.run())
             ours.append(ours_side.run())
         theirs_side.close()
-    except UnavailableError as exc:
+    except BenchError as exc:
         report.skipped = str(exc)
         return report.finish(args.as_json)
     for test, name in enumerate(tests.names()):

@@ -12,15 +12,23 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import _ours
-from _common import Report, Series, UnavailableError, demo_checkpoint, parser
-from _llama_cpp import batched_bench, bench, find_program
+from _common import Report, Series, demo_checkpoint, parser
 from _ours import Ours, Tests
 
 import ortolan
+from ortolan.bench.peers.llama_cpp import (
+    BATCHED,
+    BENCH,
+    LlamaPrograms,
+    parse_batched_bench,
+    parse_llama_bench,
+)
+from ortolan.errors import BenchError
 
 
 @dataclass(frozen=True)
@@ -41,15 +49,31 @@ def source_file(given: Path | None, manifest: ortolan.Manifest) -> Path:
     with given.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != manifest.source.sha256:
-        raise UnavailableError(f"{given.name} is not the file that the bundle was exported from")
+        raise BenchError(f"{given.name} is not the file that the bundle was exported from")
     return given
 
 
 def add_arguments(made: argparse.ArgumentParser) -> None:
     """What the comparisons with llama.cpp take besides the common ones."""
-    made.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="where its programs are")
-    made.add_argument("--fix-links", action="store_true", help="make missing library links")
+    made.add_argument("--llama-bin", type=Path, metavar="FOLDER", help="where its programs are")
     _ours.add_arguments(made)
+
+
+def theirs_s(programs: LlamaPrograms, gguf: Path, threads: int, tests: Tests) -> tuple[float, ...]:
+    """Seconds of llama.cpp's prefill, decode and rows: medians of the repeats (rows: once)."""
+    common = ("-m", gguf, "-t", threads)
+    one = ("-p", tests.prompt, "-n", tests.tokens, "-r", tests.repeats, "-o", "jsonl")
+    output = programs.run(BENCH, *common, *one)
+    prefill_s = parse_llama_bench(output, prompt=tests.prompt, generate=0)
+    decode_s = parse_llama_bench(output, prompt=0, generate=tests.tokens)
+    if not tests.rows:
+        return prefill_s, decode_s, 0.0
+    context = tests.rows * (tests.row_prompt + tests.row_tokens)
+    many = ("-tb", threads, "-c", context, "--output-format", "jsonl", "-npl", tests.rows)
+    lengths = ("-npp", tests.row_prompt, "-ntg", tests.row_tokens)
+    output = programs.run(BATCHED, *common, *many, *lengths)
+    rows_s = parse_batched_bench(output, rows=tests.rows, steps=tests.row_tokens)
+    return prefill_s, decode_s, rows_s
 
 
 def compare(
@@ -62,28 +86,23 @@ def compare(
 ) -> tuple[Series, Series]:
     """The rounds, into the report; seconds of decode of one row, ours and theirs.
 
-    Raises UnavailableError if llama.cpp is not there, or does not run.
+    Raises BenchError if llama.cpp is not there, or does not run.
     """
     tests = Tests.read(args)
-    one_row = find_program("llama-bench", args.llama_cpp, args.fix_links)
-    many_rows = find_program("llama-batched-bench", args.llama_cpp, args.fix_links)
-    work = (tests.prompt, tests.tokens, tests.repeats)
-    row_work = (tests.rows, tests.row_prompt, tests.row_tokens)
     ours, theirs = [], []
-    mine = Ours(bundle, args.threads, tests)
-    for _ in range(args.rounds):
-        seconds = bench(one_row, gguf, args.threads, *work)
-        rows_s = batched_bench(many_rows, gguf, args.threads, *row_work) if tests.rows else 0.0
-        theirs.append((*seconds, rows_s))
-        ours.append(mine.run())
-        each_round()
+    with closing(LlamaPrograms(args.llama_bin, (BENCH, BATCHED))) as programs:
+        mine = Ours(bundle, args.threads, tests)
+        for _ in range(args.rounds):
+            theirs.append(theirs_s(programs, gguf, args.threads, tests))
+            ours.append(mine.run())
+            each_round()
     wanted = (bounds.prefill, bounds.decode, bounds.rows)
     pairs = []
     for test, what in enumerate(tests.names()):
         mine_s = Series(f"ortolan {what}", "s", [run[test] for run in ours])
-        theirs_s = Series(f"llama.cpp {what}", "s", [run[test] for run in theirs])
-        report.speed(what, mine_s, theirs_s, wanted[test])
-        pairs.append((mine_s, theirs_s))
+        their_s = Series(f"llama.cpp {what}", "s", [run[test] for run in theirs])
+        report.speed(what, mine_s, their_s, wanted[test])
+        pairs.append((mine_s, their_s))
     return pairs[1]
 
 
@@ -97,7 +116,7 @@ def main() -> int:
     try:
         gguf = source_file(args.gguf, ortolan.Manifest.read(args.bundle))
         compare(report, args.bundle, gguf, args, PUBLISHED)
-    except UnavailableError as exc:
+    except BenchError as exc:
         report.skipped = str(exc)
     return report.finish(args.as_json)
 

@@ -11,20 +11,23 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 from _bandwidth import bytes_per_token, read_bandwidth
-from _common import Check, Report, Series, UnavailableError, make_with, ortolan_command, parser
-from _llama_cpp import bytes_per_token as gguf_bytes_per_token
-from _llama_cpp import find_program
+from _common import Check, Report, Series, make_with, ortolan_command, parser
+from _gguf_bytes import bytes_per_token as gguf_bytes_per_token
 from _random_llama import SHAPES
 from make_checkpoint import make
 from vs_llama_cpp import Bounds, add_arguments, compare
 
 import ortolan
+from ortolan.bench.peers.llama_cpp import BENCH, LlamaPrograms, find_program
+from ortolan.errors import BenchError
 
 BOUNDS = Bounds(prefill=1.2, decode=1.0, rows=1.1)
+QUANTIZE = "llama-quantize"
 FRACTION_BOUND = 0.8
 WEIGHTS = ("--weights", "int4", "--block-size", 128, "--symmetric")
 CONTEXT = 4096
@@ -52,12 +55,12 @@ class Files:
             part.rename(path)
         return path
 
-    def llama_quantized(self, program: Path) -> Path:
+    def llama_quantized(self, programs: LlamaPrograms) -> Path:
         """Q4_0 as llama-quantize makes it."""
         path = self._path("llama-quantize")
         if not path.exists():
             part = path.with_name(f"{path.name}.part-{time.time_ns()}")
-            make_with([str(program), str(self.checkpoint("gguf-bf16")), str(part), "Q4_0"])
+            programs.run(QUANTIZE, self.checkpoint("gguf-bf16"), part, "Q4_0")
             part.rename(path)
         return path
 
@@ -111,10 +114,10 @@ def main() -> int:
     bandwidths: list[float] = []
     try:
         if args.table == "wide":
-            program = find_program("llama-quantize", args.llama_cpp, args.fix_links)
-            gguf = files.llama_quantized(program)
+            with closing(LlamaPrograms(args.llama_bin, (BENCH, QUANTIZE))) as programs:
+                gguf = files.llama_quantized(programs)
         else:
-            find_program("llama-bench", args.llama_cpp, args.fix_links)  # before minutes of work
+            find_program(BENCH, args.llama_bin)  # before minutes of work
             gguf = files.checkpoint("gguf-q4_0")
         bundle = files.bundle(args.table)
         ours, theirs = compare(
@@ -124,7 +127,7 @@ def main() -> int:
         size = bytes_per_token(ortolan.Manifest.read(bundle))
         sides = [("ortolan", size, ours), ("llama.cpp", gguf_bytes_per_token(gguf), theirs)]
         bound_of_decode(report, sides, args.tokens, bandwidths)
-    except UnavailableError as exc:
+    except BenchError as exc:
         report.skipped = str(exc)
     return report.finish(args.as_json)
 

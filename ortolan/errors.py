@@ -9,7 +9,8 @@
      ├── BundleError             a bundle is incomplete, damaged, or of another version
      ├── ProviderError           an execution provider is unknown or unusable here
      ├── TemplateError           a chat template failed or refused the messages
-     └── EngineError             running the model failed
+     ├── EngineError             running the model failed
+     └── BenchError              something cannot be measured here
 
 A message is one sentence that says what was found, where, what was expected, and what to do.
 """
@@ -67,3 +68,7 @@ class TemplateError(OrtolanError):
 
 class EngineError(OrtolanError):
     """The sessions could not be built or a step failed."""
+
+
+class BenchError(OrtolanError):
+    """A measurement failed, or something to compare with cannot be used here."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import _bandwidth
-import _llama_cpp
+import _gguf_bytes
 import numpy as np
-import pytest
-from _common import UnavailableError
 from _gguf_folder import write_folder
 from _random_llama import SHAPES
 from make_checkpoint import make
@@ -43,27 +40,5 @@ def test_bytes_per_token_count_a_tied_table_once_and_no_lookups(tmp_path: Path) 
     norms = 5 * hidden * 4
     # A scale for each 32 codes: 4 bytes here, 2 in GGUF, which also has 8 rope factors.
     assert _bandwidth.bytes_per_token(manifest) == matrices * 36 // 32 + norms
-    found = _llama_cpp.bytes_per_token(tmp_path / "q8_0.gguf")
+    found = _gguf_bytes.bytes_per_token(tmp_path / "q8_0.gguf")
     assert found == matrices * 34 // 32 + norms + 8 * 4
-
-
-def fake_program(path: Path, body: str) -> Path:
-    path.write_text(f"#!{sys.executable}\nimport sys\n{body}\n")
-    path.chmod(0o755)
-    return path
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="a script with a shebang")
-def test_seconds_of_many_rows_are_those_of_decode(tmp_path: Path) -> None:
-    """llama-batched-bench also prints the prompt's seconds, and text before the JSON."""
-    line = '{"pl": 16, "tg": 32, "t_pp": 9.0, "t_tg": 2.5, "speed_tg": 204.8}'
-    program = fake_program(tmp_path / "fake", f"print('loading ...')\nprint('{line}')")
-    assert _llama_cpp.batched_bench(program, tmp_path, 2, rows=16, prompt=32, tokens=32) == 2.5
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="a script with a shebang")
-def test_a_peer_that_fails_is_skipped_with_its_own_words(tmp_path: Path) -> None:
-    """A traceback of ours would hide what is wrong with the other side."""
-    program = fake_program(tmp_path / "fake", "sys.exit('cannot load the model')")
-    with pytest.raises(UnavailableError, match="fake failed: cannot load the model"):
-        _llama_cpp.bench(program, tmp_path, 2, prompt=8, tokens=8, repeats=1)
