@@ -26,10 +26,10 @@ Past = list[tuple[ir.Value, ir.Value]]
 class Mlp(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, plan: LayerPlan) -> None:
+    def __init__(self, plan: LayerPlan, rows: bool) -> None:
         super().__init__()
-        self.gate_up = add_linears(self, plan.gate_up)
-        self.down = add_linears(self, (plan.down,))
+        self.gate_up = add_linears(self, plan.gate_up, rows=rows)
+        self.down = add_linears(self, (plan.down,), rows=rows)
 
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
         outputs = apply_linears(op, x, self.gate_up)
@@ -49,7 +49,7 @@ class Layer(nn.Module):
         self.input_layernorm = flavor.norm(config.hidden_size, config.rms_norm_eps, None)
         self.self_attn = flavor.attention(config, plan, layer)
         self.post_attention_layernorm = flavor.norm(config.hidden_size, config.rms_norm_eps, None)
-        self.mlp = Mlp(plan)
+        self.mlp = Mlp(plan, flavor.rows and plan.affine)
 
     def forward(
         self,
@@ -81,11 +81,10 @@ class Backbone(nn.Module):
         self.embed_tokens = flavor.embedding(config.vocab_size, config.hidden_size, table)
         self.cos_table = Parameter([config.max_context, half])
         self.sin_table = Parameter([config.max_context, half])
+        plans = [plan_layer(config, formats, i) for i in range(config.num_layers)]
+        self.rows = flavor.rows and plans[0].affine
         self.layers = nn.ModuleList(
-            [
-                Layer(config, plan_layer(config, formats, i), i, flavor)
-                for i in range(config.num_layers)
-            ]
+            [Layer(config, plan, i, flavor) for i, plan in enumerate(plans)]
         )
 
     def forward(
@@ -110,12 +109,17 @@ class Backbone(nn.Module):
             self.sin_table,
         )
         inputs = self.flavor.prepare(op, self.config, call)
+        if self.rows:
+            x = op.Reshape(x, [-1, self.config.hidden_size])
         delta: ir.Value | None = None
         present = []
         for layer, layer_past in zip(self.layers, past, strict=True):
             x, delta, layer_present = layer(op, x, delta, inputs, layer_past)
             present.append(layer_present)
-        return op.Add(x, delta), present
+        x = op.Add(x, delta)
+        if self.rows:
+            x = op.Reshape(x, op.Concat(op.Shape(ids), [-1], axis=0))
+        return x, present
 
 
 class Decoder(nn.Module):
