@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import onnx_ir as ir
 from onnxscript import nn
@@ -20,14 +19,6 @@ ONNX_DTYPES = {
     "int4": ir.DataType.INT4,
     "int8": ir.DataType.INT8,
 }
-
-
-# Up to so many inputs, block sums of rows are a product with a matrix of zeros and ones: one node
-# instead of two, which is what counts in a decode step. The matrix grows with the square; at 1,536
-# inputs adding up is faster already (docs/performance.md).
-_SUMS_BY_PRODUCT = 1024
-
-_members: WeakKeyDictionary[ir.Graph, dict[tuple[int, int], ir.Value]] = WeakKeyDictionary()
 
 
 def as_float32(op: Any, value: ir.Value, fmt: WeightFormat) -> ir.Value:
@@ -50,24 +41,9 @@ def block_sums(op: Any, x: ir.Value, inputs: int, block_size: int) -> ir.Value:
 def row_block_sums(op: Any, x: ir.Value, inputs: int, block_size: int) -> ir.Value:
     """The same for rows: [rows, K] -> [rows, blocks]."""
     num_blocks = -(-inputs // block_size)
-    if inputs <= _SUMS_BY_PRODUCT:
-        return op.MatMul(x, _block_members(op, inputs, block_size))
     if missing := num_blocks * block_size - inputs:
         x = op.Pad(x, [0, 0, 0, missing])
     return op.ReduceSum(op.Reshape(x, [0, num_blocks, block_size]), [-1], keepdims=0)
-
-
-def _block_members(op: Any, inputs: int, block_size: int) -> ir.Value:
-    """[K, blocks], 1 where the input is in the block; one value for the whole graph.
-
-    Said in operators, which ONNX Runtime computes at load: a graph file holds no large constants.
-    """
-    made = _members.setdefault(op.builder.graph, {})
-    if (inputs, block_size) not in made:
-        blocks = op.Div(op.Range(0, inputs, 1), block_size)
-        depth = -(-inputs // block_size)
-        made[inputs, block_size] = op.OneHot(blocks, [depth], [0.0, 1.0])
-    return made[inputs, block_size]
 
 
 class Linear(nn.Module):

@@ -207,7 +207,7 @@ def _write_anew(data: Path) -> None:
     """Copy the weights in large pieces, and put the copy in their place.
 
     ONNX Runtime writes tensor by tensor. What is written in large pieces lies in large pieces of
-    the page cache, and a decode step that reads it there takes a tenth less (docs/performance.md).
+    the page cache, which saved a decode step up to a tenth and more (docs/performance.md).
     """
     copy = data.with_suffix(".copy")
     try:
