@@ -68,14 +68,14 @@ class HostSampler:
 
     def _log_sum_exp(
         self, logits: FloatArray, largest: np.float32, temperature: np.float32
-    ) -> np.float32:
+    ) -> float:
         # Subtract first, scale second: as the graph does, for the sake of tiny temperatures.
         exps = np.subtract(logits, largest, out=self._exps)
         with np.errstate(over="ignore"):  # to -inf, whose exponential is 0
             exps *= np.float32(1.0) / temperature
         np.exp(exps, out=exps)
         # Always from the same buffer: neither rows nor memory's alignment change the bits.
-        return np.log(exps.sum())
+        return float(np.log(exps.sum()))
 
 
 def likeliest(logits: NDArray[np.float32], k: int) -> IdArray:
