@@ -191,8 +191,9 @@ def _offset_nodes(graph: Any) -> set[int]:
     """
     readers: dict[str, list[int]] = defaultdict(list)
     for index, node in enumerate(graph.node):
-        for name in node.input:
-            readers[name].append(index)
+        for place, name in enumerate(node.input):
+            # What a Gemm adds to (C) is the layer's own product, not a part of the offsets.
+            readers[name].append(-1 if node.op_type == "Gemm" and place == 2 else index)
     products = {
         index
         for index, node in enumerate(graph.node)

@@ -78,7 +78,7 @@ def test_gguf_says_what_the_converter_would(folder: Path, files: dict[str, Path]
 def logits(source: Path, bundle: Path, weights: str) -> np.ndarray:
     options = ExportOptions(weights=weights)  # type: ignore[arg-type]
     export_bundle(str(source), bundle, options)
-    llm = ortolan.load(bundle, accuracy="exact", threads=1, max_slots=1)
+    llm = ortolan.load(bundle, accuracy="exact", max_slots=1)
     return np.asarray(llm.logits(IDS))
 
 

@@ -24,7 +24,7 @@ def test_folder_made_of_a_gguf_file_is_the_same_model(tiny_gguf: Path, tmp_path:
     found = []
     for name, source in (("a", tmp_path / "folder"), ("b", tiny_gguf)):
         export_bundle(str(source), tmp_path / name, ExportOptions(weights="float32"))
-        found.append(ortolan.load(tmp_path / name, threads=1, max_slots=1))
+        found.append(ortolan.load(tmp_path / name, max_slots=1))
     np.testing.assert_array_equal(found[0].logits(IDS), found[1].logits(IDS))
     assert found[0].encode("the end") == found[1].encode("the end")
 
