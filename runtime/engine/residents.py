@@ -62,9 +62,18 @@ class Residents:
         choice.tokens.append(token_id)
         self.kv_tokens += 1
 
-    def youngest(self) -> Choice | None:
-        """The latest arrival of the worst priority: the one to preempt."""
-        return max(self, key=lambda choice: choice.rank, default=None)
+    def to_preempt(self, patience: int) -> Choice | None:
+        """The latest arrival of the worst priority; of those overtaken often enough, the last.
+
+        What was preempted makes its KV again step by step. If those who overtook it could push
+        it out each time before it is through, it would never end.
+        """
+
+        def order(choice: Choice) -> tuple[bool, tuple[int, ...]]:
+            overdue = choice.overtaken >= patience
+            return not overdue, (choice.handle.arrival, choice.index) if overdue else choice.rank
+
+        return max(self, key=order, default=None)
 
     def free_slot(self) -> int | None:
         """The lowest slot that nobody is in."""
