@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from ortolan.errors import CancelledError, EngineError, OrtolanError
 from ortolan.runtime.engine.engine import Engine, EngineStats
@@ -226,9 +227,9 @@ class AsyncEngine:
             error = exc
             if not isinstance(exc, OrtolanError):
                 error = EngineError(f"the request cannot be queued: {type(exc).__name__}: {exc}")
-            _on_loop(loop, lambda error=error: accepted.done() or accepted.set_exception(error))  # type: ignore[misc]
+            _on_loop(loop, partial(_settle, accepted, error))
             return
-        stream = AsyncStream(loop, lambda: self._tell(lambda: self._engine.cancel(handle)))
+        stream = AsyncStream(loop, lambda: self._cancel(handle))
         self._streams[handle] = stream
         handle.sink = lambda event: self._put(stream, event)
         handle.on_end = lambda: self._end(handle)
@@ -236,7 +237,10 @@ class AsyncEngine:
             self._put(stream, event)
         if handle.done:
             self._end(handle)
-        _on_loop(loop, lambda: accepted.done() or accepted.set_result(stream))
+        _on_loop(loop, partial(_settle, accepted, stream))
+
+    def _cancel(self, handle: RequestHandle) -> None:
+        self._tell(lambda: self._engine.cancel(handle))
 
     def _put(self, stream: AsyncStream, event: TokenEvent) -> None:
         stream.put(event)
@@ -264,6 +268,16 @@ class AsyncEngine:
 def _on_loop(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:
     with contextlib.suppress(RuntimeError):  # the loop was closed, and its readers with it
         loop.call_soon_threadsafe(action)
+
+
+def _settle(accepted: asyncio.Future[AsyncStream], result: AsyncStream | Exception) -> None:
+    """Give a caller what came of its request, unless it has gone away."""
+    if accepted.done():
+        return
+    if isinstance(result, Exception):
+        accepted.set_exception(result)
+    else:
+        accepted.set_result(result)
 
 
 def _cancel_accepted(accepted: asyncio.Future[AsyncStream]) -> None:
