@@ -195,6 +195,12 @@ class Scheduler:
         if self._failures >= _FAILURES_THAT_BREAK:
             self.stop(str(error))
 
+    def break_off(self, reason: str) -> None:
+        """A step did not come to its end: neither can what was running."""
+        for choice in tuple(self.residents):
+            error = EngineError(f"a step of the engine broke off ({reason})")
+            self.end(choice.handle, State.FAILED, error)
+
     def stop(self, reason: str) -> None:
         """Nothing can run any more: end everything."""
         self.broken = reason

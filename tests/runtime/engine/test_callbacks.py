@@ -213,3 +213,28 @@ def test_a_failed_choice_leaves_states_that_say_so() -> None:
     bad = engine.submit(request([6] * 4, n=3, logit_bias={RAISES: 100.0}))
     drain(engine)
     assert {choice.state for choice in bad.choices} == {State.FAILED}
+
+
+def test_an_interrupt_in_the_midst_of_a_step_spoils_no_later_answer() -> None:
+    """Ctrl-C at a prompt of Python's, and on with the same model: a row whose token was lost must
+    not go on as if nothing had been."""
+    engine, _ = mock_engine(slots=2)
+    sampler = engine._emitter._sampler
+    sample, calls = sampler.sample, []
+
+    def interrupted(*args: object) -> object:
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return sample(*args)  # type: ignore[arg-type]
+
+    sampler.sample = interrupted  # type: ignore[method-assign,assignment]
+    first, second, waiting = (engine.submit(request(20 + i)) for i in range(3))
+    with pytest.raises(KeyboardInterrupt):
+        drain(engine)
+    assert isinstance(first.error, EngineError)
+    assert "KeyboardInterrupt" in str(second.error)
+    later = engine.submit(request(30))
+    drain(engine)
+    for handle in (waiting, later):
+        assert tokens(handle) == alone(handle.request)
