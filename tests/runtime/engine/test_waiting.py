@@ -69,6 +69,11 @@ def test_only_later_arrivals_of_better_priority_overtake(new: New) -> None:
     assert (patient.overtaken, late.overtaken) == (1, 1)
     waiting.admit(patient)
     assert late.overtaken == 1
+    better = new(-5)
+    waiting.add(better)
+    waiting.add(worse := new(9))
+    waiting.admit(worse)  # whose patience was over, say
+    assert (better.overtaken, late.overtaken) == (0, 1)
 
 
 def test_whoever_was_overtaken_often_enough_goes_first_and_by_arrival(new: New) -> None:
