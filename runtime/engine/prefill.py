@@ -50,7 +50,7 @@ class PrefillPhase:
 
     def run(self, began: float) -> None:
         """Read prompts; `began` is when the step did."""
-        prompts = self._scheduler.residents.in_state(State.PREFILLING)
+        prompts = self._scheduler.prompts()
         if not prompts:
             return
         left = self._chunk

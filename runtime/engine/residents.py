@@ -63,17 +63,12 @@ class Residents:
         self.kv_tokens += 1
 
     def to_preempt(self, patience: int) -> Choice | None:
-        """The latest arrival of the worst priority; of those overtaken often enough, the last.
+        """The latest arrival of the worst priority, but first those who were not overtaken often.
 
         What was preempted makes its KV again step by step. If those who overtook it could push
         it out each time before it is through, it would never end.
         """
-
-        def order(choice: Choice) -> tuple[bool, tuple[int, ...]]:
-            overdue = choice.overtaken >= patience
-            return not overdue, (choice.handle.arrival, choice.index) if overdue else choice.rank
-
-        return max(self, key=order, default=None)
+        return max(self, key=lambda choice: choice.turn(patience), default=None)
 
     def free_slot(self) -> int | None:
         """The lowest slot that nobody is in."""

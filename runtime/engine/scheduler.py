@@ -119,6 +119,11 @@ class Scheduler:
 
     # From prompt to answer.
 
+    def prompts(self) -> list[Choice]:
+        """Those whose prompts are being read, in their turn."""
+        found = self.residents.in_state(State.PREFILLING)
+        return sorted(found, key=lambda choice: choice.turn(self._patience))
+
     def fork(self, choice: Choice) -> list[Choice]:
         """Choices that start from a copy of the first one's KV; those without room queue."""
         handle, forked = choice.handle, []
@@ -215,6 +220,8 @@ class Scheduler:
             handle.forks.remove(choice)
         elif choice.state in QUEUED and state in RESIDENT:
             self.queue.admit(choice)
+            # A prompt that is being read waits too: better ones are read first.
+            choice.overtakes(self.residents.in_state(State.PREFILLING))
         elif choice.state in QUEUED:
             self.queue.remove(choice)
         if choice.path is not None:

@@ -67,12 +67,10 @@ class WaitingQueue:
             return None
         overdue = [choice for choice in self._choices if choice.overtaken >= self._patience]
         if overdue:
-            return min(overdue, key=lambda choice: choice.handle.arrival)
+            return min(overdue, key=lambda choice: choice.turn(self._patience))
         return self._choices[0]
 
     def admit(self, choice: Choice) -> None:
-        """Take out `choice`, and note whom it overtakes: earlier arrivals of worse priority."""
+        """Take out `choice`, which overtakes some of the others."""
         self.remove(choice)
-        for other in self._choices:
-            if other.handle.arrival < choice.handle.arrival and other.rank > choice.rank:
-                other.overtaken += 1
+        choice.overtakes(self._choices)

@@ -238,3 +238,21 @@ def test_an_interrupt_in_the_midst_of_a_step_spoils_no_later_answer() -> None:
     drain(engine)
     for handle in (waiting, later):
         assert tokens(handle) == alone(handle.request)
+
+
+@pytest.mark.parametrize("patience", [0, 4])
+def test_a_prompt_that_is_being_read_is_overtaken_no_more_often_than_stated(patience: int) -> None:
+    """With a slot but no turn, a request would starve as surely as in the queue."""
+    engine, _ = mock_engine(slots=4, prefill_chunk=8, priority_patience=patience)
+    low = engine.submit(request(90, max_tokens=1, priority=9))
+    engine.step()
+    assert low.choices[0].state is State.PREFILLING
+    urgent: list[RequestHandle] = []
+    for _ in range(400):
+        while sum(not handle.done for handle in urgent) < 5:
+            urgent.append(engine.submit(request(9, max_tokens=1)))
+        engine.step()
+        if low.done:
+            break
+    assert low.done
+    assert sum(handle.done for handle in urgent) <= patience + 3  # the slots beside it
