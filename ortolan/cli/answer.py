@@ -1,12 +1,21 @@
-"""Following an answer as it is generated, and what it took."""
+"""Following an answer as it is generated, what it took, and how JSON says it."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from ortolan.runtime.params import FinishReason, TokenEvent, Usage
+from ortolan.runtime.params import (
+    Completion,
+    FinishReason,
+    PositionLogprobs,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,8 @@ class Answer:
     usage: Usage | None
     ttft_s: float | None
     tokens_per_s: float | None
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
 
     def timings(self) -> str:
         """One line: tokens in and out, time to first token, tokens per second."""
@@ -47,6 +58,8 @@ def follow(
     """Start an answer and hand its text on piece by piece, until it ends or `stopped` says so."""
     texts: list[str] = []
     token_ids: list[int] = []
+    logprobs: list[PositionLogprobs] = []
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     began_s = time.perf_counter()
@@ -57,7 +70,9 @@ def follow(
             if event.token_id is not None:
                 last_s = time.perf_counter()
                 first_s = first_s or last_s
-                token_ids.append(event.token_id)
+                token_ids += event.token_ids
+            logprobs += event.logprobs
+            prompt_logprobs = prompt_logprobs or event.prompt_logprobs
             texts.append(event.text)
             finish_reason, usage = event.finish_reason, event.usage
             if event.text:
@@ -77,7 +92,36 @@ def follow(
         usage=usage,
         ttft_s=None if first_s is None else first_s - began_s,
         tokens_per_s=after_first / decode_s if decode_s > 0 else None,
+        logprobs=tuple(logprobs),
+        prompt_logprobs=prompt_logprobs,
     )
+
+
+def as_json(answer: Answer | Completion) -> dict[str, Any]:
+    """The answer as JSON says it: log-probabilities only where they were asked for."""
+    fields = {item.name: getattr(answer, item.name) for item in dataclasses.fields(answer)}
+    fields["usage"] = answer.usage and dataclasses.asdict(answer.usage)
+    for name in ("logprobs", "prompt_logprobs"):
+        positions = fields.pop(name)
+        if positions:
+            fields[name] = [position and _position(position) for position in positions]
+    return fields
+
+
+def _position(position: PositionLogprobs) -> dict[str, Any]:
+    top = [_logprob(entry) for entry in position.top]
+    return {**_logprob(position.chosen), **({"top": top} if top else {})}
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    """A token may be a part of a character, so its bytes are there too."""
+    text = entry.bytes.decode("utf-8", "replace")
+    return {
+        "token_id": entry.token_id,
+        "text": text,
+        "bytes": list(entry.bytes),
+        "logprob": entry.logprob,
+    }
 
 
 def _tokens(count: int) -> str:

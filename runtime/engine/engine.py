@@ -146,18 +146,26 @@ class Engine:
     def step(self) -> bool:
         """Admit, read a chunk's worth of prompts, decode all running rows, sample, emit.
 
-        Returns whether anything is left to do.
+        Returns whether anything is left to do. Where it is broken off, by an interrupt or a fault
+        of ours, running requests end with that: nobody knows which of them had their token.
         """
-        began = self._clock()
         self._steps += 1
+        try:
+            self._step()
+        except BaseException as exc:
+            self._scheduler.break_off(f"{type(exc).__name__}: {exc}")
+            raise
+        if self._checks:
+            self._scheduler.verify()
+        return self._scheduler.busy
+
+    def _step(self) -> None:
+        began = self._clock()
         self._scheduler.expire(began)
         self._scheduler.make_room()
         self._scheduler.admit()
         self._prefill.run(began)
         self._decode.run()
-        if self._checks:
-            self._scheduler.verify()
-        return self._scheduler.busy
 
     def stream(self, request: Request) -> Iterator[TokenEvent]:
         """A request's events, making steps as long as it takes; closing the iterator cancels it.

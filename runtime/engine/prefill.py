@@ -50,7 +50,7 @@ class PrefillPhase:
 
     def run(self, began: float) -> None:
         """Read prompts; `began` is when the step did."""
-        prompts = self._scheduler.residents.in_state(State.PREFILLING)
+        prompts = self._scheduler.prompts()
         if not prompts:
             return
         left = self._chunk
@@ -58,8 +58,12 @@ class PrefillPhase:
         if seconds is not None:
             seconds -= self._clock() - began
             left = min(left, self._pace.tokens(seconds, prompts[0].stored))
-        for call in self._calls(self._parts(prompts, max(left, _LEAST_CHUNK))):
-            self._read(call)
+        least = min(_LEAST_CHUNK, self._chunk)
+        for call in list(self._calls(self._parts(prompts, max(left, least)))):
+            if all(choice.state is State.PREFILLING for choice, _ in call):
+                self._read(call)
+            else:  # an earlier call's events or failure ended some, whose slots are not theirs
+                self._one_by_one(call)
 
     def _parts(self, prompts: list[Choice], left: int) -> list[_Part]:
         """Pieces of prompts, of about `left` tokens together."""
@@ -108,6 +112,8 @@ class PrefillPhase:
         self._scheduler.call_succeeded()
         self._pace.prefilled([len(part) for part in ids], starts, self._clock() - began)
         for row, (choice, size) in enumerate(call):
+            if choice.state is not State.PREFILLING:
+                continue  # ended by what an earlier row's reader did
             choice.stored += size
             self.prompt_tokens += size
             if choice.scored and not choice.produced:
@@ -120,24 +126,25 @@ class PrefillPhase:
         if len(call) == 1:
             self._scheduler.call_failed(call[0][0].handle, error)
             return
+        self._one_by_one(call)
+
+    def _one_by_one(self, call: list[_Part]) -> None:
         for part in call:
             if part[0].state is State.PREFILLING:
                 self._read([part])
 
     def _prompt_read(self, choice: Choice, logits: FloatArray) -> None:
         """A prompt's last logits [1, vocab]: first tokens, of its other choices too."""
-        if choice.handle.limit == 0:
-            self._scheduler.keep_prefix(choice)
-            self._emitter.finish(choice, "length")
-            return
-        if choice.produced:  # it was preempted; what follows is known
-            self._scheduler.keep_prefix(choice)
-            self._scheduler.start_decoding(choice)
-            return
         if not math.isfinite(float(logits.max())):  # so is its KV, which nobody may find
             self._scheduler.fail(choice.handle, not_finite())
             return
         self._scheduler.keep_prefix(choice)
+        if choice.handle.limit == 0:
+            self._emitter.finish(choice, "length")
+            return
+        if choice.produced:  # it was preempted; what follows is known
+            self._scheduler.start_decoding(choice)
+            return
         choices = [choice, *self._scheduler.fork(choice)]
         self._scheduler.start_decoding(choice)
         self._emitter.draw(choices, repeated(logits, len(choices)))

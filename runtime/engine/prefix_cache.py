@@ -12,6 +12,7 @@ import numpy as np
 from ortolan.runtime.engine.kv_cache import KvCache, anonymous_memory
 
 BLOCK = 16  # tokens
+_STALE_ENTRIES = 64  # of the heap, beside twice the blocks, before they are taken out
 
 
 @dataclass(eq=False, slots=True)
@@ -170,6 +171,10 @@ class PrefixCache:
     def _offer(self, node: _Node) -> None:
         if node.parent is not None and not node.references and not node.children:
             heapq.heappush(self._evictable, (node.used, next(self._order), node))
+        # Every use leaves an entry, and where nothing has to make room, none would be taken out.
+        if len(self._evictable) > 2 * self.blocks + _STALE_ENTRIES:
+            self._evictable = [entry for entry in self._evictable if _current(*entry)]
+            heapq.heapify(self._evictable)
 
     def _take_block(self) -> int | None:
         return self._free.pop() if self._free else self._evict()
@@ -177,10 +182,12 @@ class PrefixCache:
     def _evict(self) -> int | None:
         """The block of the least recently used leaf that nobody holds."""
         while self._evictable:
-            used, _, node = heapq.heappop(self._evictable)
-            parent = node.parent
-            if parent is None or node.used != used or node.references or node.children:
+            entry = heapq.heappop(self._evictable)
+            if not _current(*entry):
                 continue
+            node = entry[2]
+            parent = node.parent
+            assert parent is not None
             del parent.children[node.tokens]
             node.parent = None
             self.counts.evicted_blocks += 1
@@ -189,3 +196,9 @@ class PrefixCache:
                 self._roots.pop(parent.salt, None)
             return node.block
         return None
+
+
+def _current(used: int, order: int, node: _Node) -> bool:
+    """Whether an entry of the heap is of a leaf that may go, and of its last use."""
+    evicted = node.parent is None
+    return not (evicted or node.references or node.children) and node.used == used

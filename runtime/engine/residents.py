@@ -62,9 +62,13 @@ class Residents:
         choice.tokens.append(token_id)
         self.kv_tokens += 1
 
-    def youngest(self) -> Choice | None:
-        """The latest arrival of the worst priority: the one to preempt."""
-        return max(self, key=lambda choice: choice.rank, default=None)
+    def to_preempt(self, patience: int) -> Choice | None:
+        """The latest arrival of the worst priority, but first those who were not overtaken often.
+
+        What was preempted makes its KV again step by step. If those who overtook it could push
+        it out each time before it is through, it would never end.
+        """
+        return max(self, key=lambda choice: choice.turn(patience), default=None)
 
     def free_slot(self) -> int | None:
         """The lowest slot that nobody is in."""

@@ -17,6 +17,8 @@ from ortolan.runtime.params import EngineConfig, FinishReason
 _FAILURES_THAT_BREAK = 3
 # A dead row in the middle costs each step about as much as moving the KV of so many tokens.
 _TOKENS_PER_DEAD_ROW = 32
+# So many requests with a deadline are held at least before those that have ended are sought.
+_DEADLINES = 32
 
 
 class Scheduler:
@@ -40,7 +42,9 @@ class Scheduler:
         self.preemptions = 0
         self.ended: Counter[str] = Counter()
         self._cache = cache
-        self._deadlines: list[tuple[float, int, RequestHandle]] = []
+        self._patience = config.priority_patience
+        self._deadlines: list[tuple[float, int, RequestHandle]] = []  # a heap
+        self._deadlines_kept = 0  # of it, after ended requests were last taken out
         self._failures = 0  # calls that failed since the last one that did not
         self._dead_rows = 0  # rows decoded for nothing since the last move
 
@@ -61,8 +65,17 @@ class Scheduler:
         """A new request's first choice queues; the others wait for its prompt to be read."""
         first, *handle.forks = handle.choices
         if handle.deadline is not None:
+            self._forget_ended()
             heapq.heappush(self._deadlines, (handle.deadline, handle.arrival, handle))
         self.queue.add(first)
+
+    def _forget_ended(self) -> None:
+        # Otherwise a request that has ended would be held until its time is over. Taken out when
+        # the heap has doubled, which costs constant time per request.
+        if len(self._deadlines) > 2 * self._deadlines_kept + _DEADLINES:
+            self._deadlines = [item for item in self._deadlines if not item[2].done]
+            heapq.heapify(self._deadlines)
+            self._deadlines_kept = len(self._deadlines)
 
     def expire(self, now: float) -> None:
         """End requests whose time is over."""
@@ -74,9 +87,12 @@ class Scheduler:
                 self.end(handle, State.TIMED_OUT, error)
 
     def make_room(self) -> None:
-        """Preempt the youngest of the worst priority while running requests outgrow the budget."""
+        """Preempt the youngest of the worst priority while running requests outgrow the budget.
+
+        Those who were overtaken as often as anybody may be are the last to go.
+        """
         while self.residents.kv_tokens > self.residents.budget:
-            choice = self.residents.youngest()
+            choice = self.residents.to_preempt(self._patience)
             assert choice is not None
             self.preemptions += 1
             self._move(choice, State.PREEMPTED)
@@ -102,6 +118,11 @@ class Scheduler:
         choice.stored = choice.path.tokens
 
     # From prompt to answer.
+
+    def prompts(self) -> list[Choice]:
+        """Those whose prompts are being read, in their turn."""
+        found = self.residents.in_state(State.PREFILLING)
+        return sorted(found, key=lambda choice: choice.turn(self._patience))
 
     def fork(self, choice: Choice) -> list[Choice]:
         """Choices that start from a copy of the first one's KV; those without room queue."""
@@ -179,6 +200,12 @@ class Scheduler:
         if self._failures >= _FAILURES_THAT_BREAK:
             self.stop(str(error))
 
+    def break_off(self, reason: str) -> None:
+        """A step did not come to its end: neither can what was running."""
+        for choice in tuple(self.residents):
+            error = EngineError(f"a step of the engine broke off ({reason})")
+            self.end(choice.handle, State.FAILED, error)
+
     def stop(self, reason: str) -> None:
         """Nothing can run any more: end everything."""
         self.broken = reason
@@ -193,6 +220,8 @@ class Scheduler:
             handle.forks.remove(choice)
         elif choice.state in QUEUED and state in RESIDENT:
             self.queue.admit(choice)
+            # A prompt that is being read waits too: better ones are read first.
+            choice.overtakes(self.residents.in_state(State.PREFILLING))
         elif choice.state in QUEUED:
             self.queue.remove(choice)
         if choice.path is not None:
