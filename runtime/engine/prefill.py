@@ -9,14 +9,12 @@ from ortolan.errors import EngineError
 from ortolan.runtime.engine.chunks import next_chunk
 from ortolan.runtime.engine.emit import Emitter, repeated
 from ortolan.runtime.engine.life import Choice, State
-from ortolan.runtime.engine.pace import Pace
+from ortolan.runtime.engine.pace import LEAST_CHUNK, Pace
 from ortolan.runtime.engine.sampler import not_finite
 from ortolan.runtime.engine.sampler_row import FloatArray
 from ortolan.runtime.engine.scheduler import Scheduler
 from ortolan.runtime.engine.seams import ModelSeam
 
-# A step reads at least so many tokens, or a prompt would never end.
-_LEAST_CHUNK = 8
 # Where a prompt is scored, the logits of every position are made; this bounds their memory.
 _SCORED_CHUNK = 64
 # Prompts share a call if padding them to one length adds at most this part.
@@ -53,12 +51,10 @@ class PrefillPhase:
         prompts = self._scheduler.residents.in_state(State.PREFILLING)
         if not prompts:
             return
-        left = self._chunk
-        seconds = self._pace.budget_s(len(self._scheduler.residents.in_state(State.DECODING)))
-        if seconds is not None:
-            seconds -= self._clock() - began
-            left = min(left, self._pace.tokens(seconds, prompts[0].stored))
-        for call in self._calls(self._parts(prompts, max(left, _LEAST_CHUNK))):
+        running = len(self._scheduler.residents.in_state(State.DECODING))
+        most = self._pace.tokens(running, prompts[0].stored, self._clock() - began)
+        left = self._chunk if most is None else min(self._chunk, most)
+        for call in self._calls(self._parts(prompts, left)):
             self._read(call)
 
     def _parts(self, prompts: list[Choice], left: int) -> list[_Part]:
@@ -66,7 +62,7 @@ class PrefillPhase:
         parts: list[_Part] = []
         for choice in prompts:
             remaining = choice.prompt_len - choice.stored
-            if parts and left < min(remaining, _LEAST_CHUNK):
+            if parts and left < min(remaining, LEAST_CHUNK):
                 break
             most = min(left, _SCORED_CHUNK) if choice.scored else left
             parts.append((choice, next_chunk(remaining, max(most, 2))))
