@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -70,12 +71,19 @@ class KvCache:
             self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
-def anonymous_memory(size: int) -> mmap.mmap:
-    """A private mapping of zeros. A shared one would keep the pages that it is told to discard."""
+def anonymous_memory(size: int, *, huge_pages: bool = False) -> mmap.mmap:
+    """A private mapping of zeros. A shared one would keep the pages that it is told to discard.
+
+    huge_pages: for what is written in large pieces, where most of the time goes into small pages.
+    """
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, where a mapping without a file is paged in
         return mmap.mmap(-1, size)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if sys.platform == "linux":
         # Most of the mapping is never touched, and must not count as if it were.
         flags |= getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
-    return mmap.mmap(-1, size, flags=flags)
+    memory = mmap.mmap(-1, size, flags=flags)
+    if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

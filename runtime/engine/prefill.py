@@ -108,8 +108,8 @@ class PrefillPhase:
             self.prompt_tokens += size
             if choice.scored and not choice.produced:
                 self._emitter.score(choice, logits[row])
-            if choice.state is State.PREFILLING and choice.stored == choice.prompt_len:
-                self._prompt_read(choice, logits[row, -1:])
+            if choice.state is State.PREFILLING:
+                self._piece_read(choice, logits[row, -1:])
 
     def _retry(self, call: list[_Part], error: EngineError) -> None:
         """After a call that failed: one by one, so that only those that fail alone are ended."""
@@ -120,20 +120,20 @@ class PrefillPhase:
             if part[0].state is State.PREFILLING:
                 self._read([part])
 
-    def _prompt_read(self, choice: Choice, logits: FloatArray) -> None:
-        """A prompt's last logits [1, vocab]: first tokens, of its other choices too."""
+    def _piece_read(self, choice: Choice, logits: FloatArray) -> None:
+        """A piece's last logits [1, vocab], which depend on all KV up to there."""
+        finite = math.isfinite(float(logits.max()))
+        if finite:  # if not, neither may the KV be, and nobody may find it
+            self._scheduler.keep_prefix(choice)
+        if choice.stored < choice.prompt_len:
+            return
         if choice.handle.limit == 0:
-            self._scheduler.keep_prefix(choice)
             self._emitter.finish(choice, "length")
-            return
-        if choice.produced:  # it was preempted; what follows is known
-            self._scheduler.keep_prefix(choice)
+        elif choice.produced:  # it was preempted; what follows is known
             self._scheduler.start_decoding(choice)
-            return
-        if not math.isfinite(float(logits.max())):  # so is its KV, which nobody may find
+        elif not finite:
             self._scheduler.fail(choice.handle, not_finite())
-            return
-        self._scheduler.keep_prefix(choice)
-        choices = [choice, *self._scheduler.fork(choice)]
-        self._scheduler.start_decoding(choice)
-        self._emitter.draw(choices, repeated(logits, len(choices)))
+        else:
+            choices = [choice, *self._scheduler.fork(choice)]
+            self._scheduler.start_decoding(choice)
+            self._emitter.draw(choices, repeated(logits, len(choices)))

@@ -297,6 +297,32 @@ def test_cached_tokens_are_told_apart() -> None:
     assert cached == [0, 32, 32, 30, 31, 15, 14]
 
 
+def test_a_cancelled_prompt_leaves_what_was_read_of_it() -> None:
+    """Storing a long prompt at its end alone would stall the running rows, and waste this."""
+    engine, _ = mock_engine(prefix_blocks=20, prefill_chunk=32)
+    handle = engine.submit(request(90))
+    engine.step()
+    engine.cancel(handle)
+    assert_empty(engine)
+    again = engine.submit(request(90))
+    drain(engine)
+    usage = again.events[-1].usage
+    assert usage is not None
+    assert usage.cached_tokens == 32
+
+
+def test_a_prompt_longer_than_the_cache_is_kept_as_far_as_it_fits() -> None:
+    """Its own blocks are held while it is read; room for more must come from others."""
+    engine, _ = mock_engine(prefix_blocks=3, prefill_chunk=16)
+    for prompt, expected in ((20, 0), (90, 16), (90, 48)):
+        handle = engine.submit(request(prompt))
+        drain(engine)
+        usage = handle.events[-1].usage
+        assert usage is not None
+        assert usage.cached_tokens == expected
+    assert_empty(engine)
+
+
 def test_tenants_share_nothing() -> None:
     """vllm#16016: how fast an answer comes must not tell what others asked."""
     engine, _ = mock_engine(prefix_blocks=20)
@@ -341,6 +367,22 @@ def test_nan_ends_one_request_and_leaves_nothing_of_it() -> None:
     assert usage is not None
     assert usage.cached_tokens == 0
     assert engine.stats().broken is None
+    assert_empty(engine)
+
+
+def test_nan_late_in_a_long_prompt_leaves_only_what_was_before_it() -> None:
+    """A prompt's KV is stored as it is read; what comes after a NaN must not be."""
+    engine, _ = mock_engine(prefix_blocks=20, prefill_chunk=16)
+    stem = [6] * 40
+    bad = engine.submit(request([*stem, NAN, *[7] * 40]))
+    drain(engine)
+    assert states(bad) == [State.FAILED]
+    again = engine.submit(request([*stem, 8, 8, *[7] * 40]))
+    drain(engine)
+    usage = again.events[-1].usage
+    assert usage is not None
+    assert usage.cached_tokens == 32  # the block that holds the NaN is not there
+    assert engine.stats().prefix_blocks == 5
     assert_empty(engine)
 
 
