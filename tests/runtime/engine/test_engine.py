@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mock_engine import CONTEXT, END, NAN, RAISES, mock_engine
+from mock_engine import CONTEXT, END, NAN, RAISES, MockModel, mock_engine
 
 from ortolan.errors import (
     CancelledError,
@@ -277,6 +277,57 @@ def test_a_provider_without_ragged_prefill_reads_them_one_by_one() -> None:
         engine.submit(request(length))
     drain(engine)
     assert set(model.prefill_rows) == {1}
+
+
+# Pages.
+
+
+def spied_discards(model: MockModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Arguments of the calls that give pages back."""
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr(model.cache, "discard", lambda *args: calls.append(args))
+    return calls
+
+
+def finish(engine: Engine, handle: RequestHandle) -> None:
+    while not handle.done:
+        engine.step()
+
+
+def test_a_slot_keeps_its_pages_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Returning and touching them again costs short requests time; an idle engine keeps none."""
+    engine, model = mock_engine(slots=2)
+    calls = spied_discards(model, monkeypatch)
+    engine.submit(request(8, max_tokens=80))
+    for _ in range(5):
+        finish(engine, engine.submit(request(8, max_tokens=2)))
+    assert calls == [(1, 10, 8)] * 4  # what the newcomer does not count for
+    drain(engine)
+    assert {slot for slot, *_ in calls} == {0, 1}
+
+
+def test_a_slot_that_nobody_takes_gives_its_pages_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory must follow what runs, also under a load that has become small."""
+    engine, model = mock_engine(slots=2)
+    calls = spied_discards(model, monkeypatch)
+    engine.submit(request(4, max_tokens=80))
+    finish(engine, engine.submit(request(30, max_tokens=2)))
+    assert calls == []
+    for _ in range(40):
+        engine.step()
+    assert calls == [(1, 32)]
+
+
+def test_kept_pages_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget is what the memory holds, whoever the tokens belonged to."""
+    engine, model = mock_engine(slots=2, kv_budget=100)
+    calls = spied_discards(model, monkeypatch)
+    running = engine.submit(request(20, max_tokens=60))
+    finish(engine, engine.submit(request(40, max_tokens=2)))
+    while 20 + len(tokens(running)) + 42 <= 100:
+        assert calls == []
+        engine.step()
+    assert calls == [(1, 42)]
 
 
 # Prefixes.
