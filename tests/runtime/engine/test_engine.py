@@ -320,14 +320,14 @@ def test_a_slot_that_nobody_takes_gives_its_pages_back(monkeypatch: pytest.Monke
 
 def test_kept_pages_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget is what the memory holds, whoever the tokens belonged to."""
-    engine, model = mock_engine(slots=2, kv_budget=100)
+    engine, model = mock_engine(slots=2, kv_budget=92)
     calls = spied_discards(model, monkeypatch)
-    running = engine.submit(request(20, max_tokens=60))
-    finish(engine, engine.submit(request(40, max_tokens=2)))
-    while 20 + len(tokens(running)) + 42 <= 100:
+    running = engine.submit(request(30, max_tokens=60))
+    finish(engine, engine.submit(request(30, max_tokens=2)))
+    while 30 + len(tokens(running)) + 32 <= 92:
         assert calls == []
         engine.step()
-    assert calls == [(1, 42)]
+    assert calls == [(1, 32)]
 
 
 # Prefixes.
