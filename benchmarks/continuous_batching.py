@@ -9,12 +9,11 @@ neither schedules nor makes text, which is to its advantage. One at a time: N = 
 from __future__ import annotations
 
 import sys
-import time
 from collections import deque
 from pathlib import Path
 
 from _common import Report, Series, alternated, parser
-from _engine import Lengths, Prompts, engine_on, recorded_mix, submit, tokens_of
+from _engine import Clock, Lengths, Prompts, add_clock, engine_on, recorded_mix, submit, tokens_of
 
 import ortolan
 from ortolan.runtime.engine.chunks import chunk_sizes
@@ -26,12 +25,14 @@ BOUND_AT = 16  # live requests
 LIVE = (1, 2, 4, 8, 16, 32)
 
 
-def continuous(engine: Engine, prompts: Prompts, mix: list[Lengths], live: int) -> float:
+def continuous(
+    engine: Engine, prompts: Prompts, mix: list[Lengths], live: int, clock: Clock
+) -> float:
     """Output tokens per second with `live` requests in the engine at any time."""
     todo = deque(enumerate(mix))
     running: list[RequestHandle] = []
     tokens = 0
-    began_s = time.perf_counter()
+    began_s = clock()
     while todo or running:
         while todo and len(running) < live:
             index, lengths = todo.popleft()
@@ -39,7 +40,7 @@ def continuous(engine: Engine, prompts: Prompts, mix: list[Lengths], live: int) 
         engine.step()
         tokens += sum(tokens_of(handle) for handle in running)
         running = [handle for handle in running if not handle.done]
-    seconds = time.perf_counter() - began_s
+    seconds = clock() - began_s
     assert tokens == sum(lengths.output for lengths in mix)
     engine.forget_prefixes()  # the next round must read its prompts again
     return tokens / seconds
@@ -52,13 +53,13 @@ class StaticBatches:
         self._model = engine._model
         self._chunk = chunk
 
-    def run(self, prompts: Prompts, mix: list[Lengths], live: int) -> float:
+    def run(self, prompts: Prompts, mix: list[Lengths], live: int, clock: Clock) -> float:
         """Output tokens per second, those of rows that have ended not counted."""
-        began_s = time.perf_counter()
+        began_s = clock()
         for start in range(0, len(mix), live):
             group = mix[start : start + live]
             self._group([prompts.ids(start + i, one.prompt) for i, one in enumerate(group)], group)
-        return sum(lengths.output for lengths in mix) / (time.perf_counter() - began_s)
+        return sum(lengths.output for lengths in mix) / (clock() - began_s)
 
     def _group(self, ids: list[list[int]], group: list[Lengths]) -> None:
         cache = self._model.cache
@@ -89,12 +90,13 @@ def draw(folder: Path, found: dict[str, dict[int, float]]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    one = found["continuous"][1]
-    axes.plot(LIVE, [found["continuous"][n] for n in LIVE], "o-", label="continuous batching")
-    axes.plot(LIVE, [found["static"][n] for n in LIVE], "s--", label="static batching")
+    live = list(found["continuous"])
+    axes.plot(live, list(found["continuous"].values()), "o-", label="continuous batching")
+    axes.plot(live, list(found["static"].values()), "s--", label="static batching")
+    one = found["continuous"][min(live)]
     axes.axhline(one, color="gray", linestyle=":", label="one at a time")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(LIVE, [str(n) for n in LIVE])
+    axes.set_xticks(live, [str(n) for n in live])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("live requests")
     axes.set_ylabel("output tokens per second")
@@ -113,14 +115,18 @@ def main() -> int:
     args_parser.add_argument(
         "--live", type=int, nargs="+", default=LIVE, help="default: %(default)s"
     )
+    args_parser.add_argument("--longest", type=int, help="cut answers to so many tokens")
     args_parser.add_argument("--figure", type=Path, metavar="FOLDER", help="draw it there as well")
+    add_clock(args_parser)
     args = args_parser.parse_args()
     report = Report("continuous batching against static batching, a recorded mix of lengths")
     config = ortolan.EngineConfig(threads=args.threads, max_slots=max(args.live), max_context=512)
-    engine, tokenizer = engine_on(args.bundle, config)
+    engine, tokenizer = engine_on(args.bundle, config, args.clock)
     prompts, mix = Prompts(tokenizer), recorded_mix()
+    if args.longest is not None:
+        mix = [Lengths(one.prompt, min(one.output, args.longest)) for one in mix]
     static = StaticBatches(engine, config.prefill_chunk)
-    continuous(engine, prompts, mix[:8], 4)
+    continuous(engine, prompts, mix[:8], 4, args.clock)
     # Few live requests are slow, and few suffice to measure them.
     parts = {live: mix[: max(16, args.per_live * live)] for live in args.live}
     rates: dict[str, dict[int, list[float]]] = {
@@ -130,9 +136,9 @@ def main() -> int:
         for live in args.live:
             for kind in alternated(("continuous", "static"), turn):
                 if kind == "continuous":
-                    rate = continuous(engine, prompts, parts[live], live)
+                    rate = continuous(engine, prompts, parts[live], live, args.clock)
                 else:
-                    rate = static.run(prompts, parts[live], live)
+                    rate = static.run(prompts, parts[live], live, args.clock)
                 rates[kind][live].append(rate)
     for live in args.live:
         # Seconds per token: `speed` compares times.

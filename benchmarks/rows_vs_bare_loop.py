@@ -8,53 +8,62 @@ lengths. Ours schedules, samples (greedily), makes text and events.
 from __future__ import annotations
 
 import sys
-import time
 from statistics import median
 
 from _common import Check, Report, Series, alternated, parser
-from _engine import Prompts, engine_on, seconds_of_steps, start_all, submit
+from _engine import Clock, Prompts, add_clock, engine_on, seconds_of_steps, start_all, submit
 
 import ortolan
+from ortolan.runtime.engine.chunks import chunk_sizes
+from ortolan.runtime.engine.life import RequestHandle
 from ortolan.runtime.engine.model import Model
 
 BOUND = 0.9
+CHUNK = 256
 
 
 class BareRows:
     """Greedy decoding of the slots from `first` on, by the model's calls alone."""
 
-    def __init__(self, model: Model, first: int, prompts: list[list[int]]) -> None:
-        self._model = model
+    def __init__(
+        self, model: Model, first: int, handles: list[RequestHandle], clock: Clock
+    ) -> None:
+        """Where the requests are now: some have had tokens while others' prompts were read."""
+        choices = [handle.choices[0] for handle in handles]
+        self._model, self._clock = model, clock
         self._first = first
-        self._lengths = [len(ids) for ids in prompts]
-        self._last = [
-            int(model.prefill(first + row, [ids], [0], [[len(ids) - 1]])[0, 0].argmax())
-            for row, ids in enumerate(prompts)
-        ]
+        self._lengths = [choice.stored for choice in choices]
+        self._last = [choice.tokens[choice.stored] for choice in choices]
+        for row, choice in enumerate(choices):
+            start = 0
+            for size in chunk_sizes(choice.stored, CHUNK):
+                ids = choice.tokens[start : start + size]
+                model.prefill(first + row, [ids], [start], [[size - 1]])
+                start += size
 
     def steps(self, count: int) -> float:
         """Seconds of so many steps."""
-        began_s = time.perf_counter()
+        began_s = self._clock()
         for _ in range(count):
             logits = self._model.decode(self._first, self._last, self._lengths)
             self._last = logits.argmax(axis=1).tolist()
             self._lengths = [length + 1 for length in self._lengths]
-        return time.perf_counter() - began_s
+        return self._clock() - began_s
 
 
 class InSession:
     """Adds up the seconds that a model's decode takes."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, clock: Clock) -> None:
         self.seconds = 0.0
         decode = model.decode
 
         def timed(*args: object) -> object:
-            began_s = time.perf_counter()
+            began_s = clock()
             try:
                 return decode(*args)  # type: ignore[arg-type]
             finally:
-                self.seconds += time.perf_counter() - began_s
+                self.seconds += clock() - began_s
 
         model.decode = timed  # type: ignore[method-assign,assignment]
 
@@ -65,22 +74,26 @@ def main() -> int:
     args_parser.add_argument("--rows", type=int, default=16, help="default: %(default)s")
     args_parser.add_argument("--block", type=int, default=4, help="steps; default: %(default)s")
     args_parser.add_argument("--prompt", type=int, default=64, help="tokens; default: %(default)s")
+    add_clock(args_parser)
     args = args_parser.parse_args()
     report = Report(f"{args.rows} rows against a bare loop over the same model")
     rows = args.rows
-    # Those whose prompts are read first get tokens while the others' are read, 8 a step or more.
-    total = args.rounds * args.block + 4 + rows * args.prompt // 8
+    # Those whose prompts are read first get tokens while the others' are read, one a step or more.
+    total = args.rounds * args.block + 4 + rows
     config = ortolan.EngineConfig(
-        threads=args.threads, max_slots=2 * rows, max_context=args.prompt + total
+        threads=args.threads,
+        max_slots=2 * rows,
+        max_context=args.prompt + total,
+        gap_steps=1000.0,  # prompts are not what is timed
     )
-    engine, tokenizer = engine_on(args.bundle, config)
+    engine, tokenizer = engine_on(args.bundle, config, args.clock)
     prompts = [Prompts(tokenizer).ids(row, args.prompt) for row in range(rows)]
     model = engine._model
     assert isinstance(model, Model)
     handles = [submit(engine, ids, total) for ids in prompts]
     start_all(engine, handles)
-    bare = BareRows(model, rows, prompts)
-    timer = InSession(model)
+    bare = BareRows(model, rows, handles, args.clock)
+    timer = InSession(model, args.clock)
     seconds_of_steps(engine, 2, handles), bare.steps(2)
     found: dict[str, list[float]] = {"ours": [], "bare": [], "outside": []}
     for turn in range(args.rounds):
@@ -89,7 +102,7 @@ def main() -> int:
             if side == "bare":
                 found[side].append(bare.steps(args.block))
                 continue
-            found[side].append(seconds_of_steps(engine, args.block, handles))
+            found[side].append(seconds_of_steps(engine, args.block, handles, args.clock))
             found["outside"].append((found[side][-1] - timer.seconds) / args.block)
     ours, theirs = (
         Series(name, "ms/step", [s / args.block * 1e3 for s in found[side]])

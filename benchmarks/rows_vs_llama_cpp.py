@@ -54,12 +54,13 @@ def main() -> int:
         if not program.is_file():
             raise UnavailableError("there is no llama-batched-bench beside llama-bench")
         gguf = source_file(args.gguf, ortolan.Manifest.read(args.bundle))
-        # The first ones get tokens while others' prompts are read, at least 8 of these a step.
-        total = args.tokens + 2 + args.rows * args.prompt // 8
+        # The first ones get tokens while others' prompts are read, at least one of these a step.
+        total = args.tokens + 2 + args.rows
         config = ortolan.EngineConfig(
             threads=args.threads,
             max_slots=args.rows,
             max_context=args.prompt + total,
+            gap_steps=1000.0,  # prompts are not what is timed
         )
         engine, tokenizer = engine_on(args.bundle, config)
         prompts = Prompts(tokenizer)
