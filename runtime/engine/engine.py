@@ -138,10 +138,13 @@ class Engine:
         """End a request now; harmless if it has ended already."""
         error = error or CancelledError("the request was cancelled")
         self._scheduler.end(handle, State.CANCELLED, error)
+        if not self._scheduler.busy:  # there may be no further step
+            self._scheduler.residents.return_pages()
 
     def stop(self, reason: str) -> None:
         """End every request and accept none any more: something is broken."""
         self._scheduler.stop(reason)
+        self._scheduler.residents.return_pages()
 
     def step(self) -> bool:
         """Admit, read a chunk's worth of prompts, decode all running rows, sample, emit.
@@ -166,6 +169,7 @@ class Engine:
         self._scheduler.admit()
         self._prefill.run(began)
         self._decode.run()
+        self._scheduler.residents.return_pages()
 
     def stream(self, request: Request) -> Iterator[TokenEvent]:
         """A request's events, making steps as long as it takes; closing the iterator cancels it.

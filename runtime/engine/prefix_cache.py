@@ -50,9 +50,9 @@ class PrefixCounts:
 class PrefixCache:
     """A radix tree over blocks of 16 tokens, with reference counts and a budget in bytes.
 
-    Blocks are copies: a prompt's KV goes in when it has been read, and comes out into another
-    slot when a prompt begins alike. Only KV that prefill wrote may be stored (rule 1b). Trees of
-    different salts share nothing. The least recently used leaf makes room for a new block.
+    Blocks are copies: a prompt's KV goes in as it is read, and comes out into another slot when
+    a prompt begins alike. Only KV that prefill wrote may be stored (rule 1b). Trees of different
+    salts share nothing. The least recently used leaf makes room for a new block.
     """
 
     def __init__(self, cache: KvCache, budget_bytes: int) -> None:
@@ -61,7 +61,7 @@ class PrefixCache:
         shape = (layers2, heads, BLOCK, head_dim)
         block_bytes = int(np.prod(shape)) * cache.array.itemsize
         self.capacity = budget_bytes // block_bytes
-        self._memory = anonymous_memory(max(self.capacity, 1) * block_bytes)
+        self._memory = anonymous_memory(max(self.capacity, 1) * block_bytes, huge_pages=True)
         self._pool = np.frombuffer(self._memory, cache.array.dtype)
         self._pool = self._pool.reshape(max(self.capacity, 1), *shape)
         self._free = list(range(self.capacity))[::-1]
@@ -101,29 +101,45 @@ class PrefixCache:
                 node.block, :, :, :size
             ]
 
-    def store(self, path: Path, ids: Sequence[int], slot: int) -> None:
-        """Keep the full blocks of a prompt that was read into `slot`; `path` is held."""
-        root = node = self._roots.setdefault(path.root.salt, path.root)
-        added = []
-        for start in range(0, len(ids) - BLOCK + 1, BLOCK):
-            key = tuple(ids[start : start + BLOCK])
-            child = node.children.get(key)
+    def extend(self, path: Path, ids: Sequence[int], slot: int) -> Path:
+        """Keep the full blocks of `ids`, a prompt's beginning that was read into `slot`.
+
+        `path` is held and begins like `ids`; the path that takes its place is held, too. It ends
+        early where nothing can make room.
+        """
+        if len(ids) // BLOCK <= len(path.nodes):
+            return path
+        self._roots[path.root.salt] = root = self._roots.get(path.root.salt) or path.root
+        if not path.nodes:
+            path = Path(root, (), path.tokens)  # another request of this salt may have made it
+        nodes = list(path.nodes)
+        node = nodes[-1] if nodes else root
+        for start in range(len(nodes) * BLOCK, len(ids) - BLOCK + 1, BLOCK):
+            child = self._child(node, tuple(ids[start : start + BLOCK]), start, slot)
             if child is None:
-                block = self._take_block()
-                if block is None:
-                    break
-                self._pool[block] = self._cache.array[:, slot, :, start : start + BLOCK]
-                child = node.children[key] = _Node(node, key, block)
-                self.counts.stored_blocks += 1
+                break
             # Held, so that making room for the next block does not evict this one.
             child.references += 1
-            added.append(child)
+            nodes.append(child)
             node = child
-        self._release(added)
         if root.children:  # it may have been dropped when its last leaf made room
             self._roots[root.salt] = root
         else:
             self._roots.pop(root.salt, None)
+        return Path(path.root, tuple(nodes), path.tokens)
+
+    def _child(self, node: _Node, key: tuple[int, ...], start: int, slot: int) -> _Node | None:
+        """The block of tokens `key` below a node, copied from the slot if it is not there yet."""
+        child = node.children.get(key)
+        if child is not None:
+            return child
+        block = self._take_block()
+        if block is None:
+            return None
+        self._pool[block] = self._cache.array[:, slot, :, start : start + BLOCK]
+        child = node.children[key] = _Node(node, key, block)
+        self.counts.stored_blocks += 1
+        return child
 
     def release(self, path: Path) -> None:
         """Let go of a path; its blocks may be evicted again."""

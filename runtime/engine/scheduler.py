@@ -141,9 +141,13 @@ class Scheduler:
         return forked
 
     def keep_prefix(self, choice: Choice) -> None:
-        """Store the KV of a prompt that has been read, whose logits are finite (rule 1b)."""
+        """Store the KV of what has been read of a prompt, whose logits are finite (rule 1b).
+
+        After every piece: storing a long prompt at once would stall the running rows.
+        """
         if self.prefix is not None and choice.path is not None:
-            self.prefix.store(choice.path, choice.tokens[: choice.prompt_len], choice.slot)
+            read = choice.tokens[: min(choice.stored, choice.prompt_len)]
+            choice.path = self.prefix.extend(choice.path, read, choice.slot)
 
     def start_decoding(self, choice: Choice) -> None:
         """The prompt has been read."""
