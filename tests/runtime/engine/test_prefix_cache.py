@@ -24,8 +24,7 @@ def ids(kind: int, blocks: int = 1) -> list[int]:
 def keep(cache: PrefixCache, tokens: list[int], salt: str = "") -> None:
     """As a prompt of these tokens would."""
     path = cache.find(salt, tokens, len(tokens) - 2)
-    cache.store(path, tokens, 0)
-    cache.release(path)
+    cache.release(cache.extend(path, tokens, 0))
     cache.check([])
 
 
