@@ -82,6 +82,7 @@ class Engine:
         self._clock = clock
         self._checks = checks
         self._steps = 0
+        self._stepping = False
         self._scheduler = Scheduler(model.cache, config, kv_budget, prefix)
         self._emitter = Emitter(sampler, tokenizer, self._scheduler)
         pace = Pace(config, attention_share(model.config))
@@ -152,12 +153,16 @@ class Engine:
         Returns whether anything is left to do. Where it is broken off, by an interrupt or a fault
         of ours, running requests end with that: nobody knows which of them had their token.
         """
+        self._check_between_steps()
         self._steps += 1
+        self._stepping = True
         try:
             self._step()
         except BaseException as exc:
             self._scheduler.break_off(f"{type(exc).__name__}: {exc}")
             raise
+        finally:
+            self._stepping = False
         if self._checks:
             self._scheduler.verify()
         return self._scheduler.busy
@@ -219,6 +224,7 @@ class Engine:
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int] | None) -> FloatArray:
         """Logits float32 [n, vocab] after each of `positions` (by default all), by prefill."""
+        self._check_between_steps()
         ids = list(token_ids)
         self._check_prompt(ids)
         wanted = list(range(len(ids))) if positions is None else list(positions)
@@ -241,6 +247,11 @@ class Engine:
         finally:
             self._model.cache.discard(slot, start)
         return result
+
+    def _check_between_steps(self) -> None:
+        # Readers are called from within a step, whose logits another call would overwrite.
+        if self._stepping:
+            raise EngineError("a step is under way; its readers may submit and cancel, no more")
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         vocab_size = self._model.config.vocab_size

@@ -256,3 +256,15 @@ def test_a_prompt_that_is_being_read_is_overtaken_no_more_often_than_stated(pati
             break
     assert low.done
     assert sum(handle.done for handle in urgent) <= patience + 3  # the slots beside it
+
+
+@pytest.mark.parametrize("call", ["step", "logits"])
+def test_a_reader_may_not_run_the_model(call: str) -> None:
+    """It would overwrite the logits that other rows of the step are about to be drawn from."""
+    engine, _ = mock_engine(slots=3)
+    good, bad = engine.submit(request(20)), engine.submit(request(21))
+    arguments = ([5], None) if call == "logits" else ()
+    bad.sink = lambda event: getattr(engine, call)(*arguments)
+    drain(engine)
+    assert "a step is under way" in str(bad.error)
+    assert tokens(good) == alone(good.request)
