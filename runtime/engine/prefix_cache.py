@@ -78,7 +78,7 @@ class PrefixCache:
     def find(self, salt: str, ids: Sequence[int], most: int) -> Path:
         """The longest stored beginning of `ids`, of at most `most` tokens, held."""
         node = root = self._roots.get(salt) or _Node(None, (), -1, salt=salt)
-        nodes = []
+        nodes: list[_Node] = []
         while len(nodes) * BLOCK < most:
             start = len(nodes) * BLOCK
             child = node.children.get(tuple(ids[start : start + BLOCK]))
