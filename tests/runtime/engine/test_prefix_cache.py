@@ -134,7 +134,7 @@ def test_a_held_path_is_never_evicted(held_tokens: int) -> None:
 
 def keep_beside(cache: PrefixCache, tokens: list[int], held: list[Path]) -> None:
     path = cache.find("", tokens, len(tokens) - 2)
-    cache.store(path, tokens, 0)
+    path = cache.extend(path, tokens, 0)
     cache.check([*held, path])
     cache.release(path)
 
@@ -165,11 +165,10 @@ def test_a_root_that_was_emptied_while_held_is_found_again() -> None:
     cache, _ = new_cache(1)
     first = cache.find("a", ids(1), BLOCK)
     second = cache.find("a", ids(2), BLOCK)
-    cache.store(first, ids(1), 0)
-    cache.store(second, ids(2), 0)
-    cache.check([first, second])
+    cache.release(cache.extend(first, ids(1), 0))
+    second = cache.extend(second, ids(2), 0)
+    cache.check([second])
     assert found(cache, ids(2), "a") == BLOCK
-    cache.release(first)
     cache.release(second)
     keep(cache, ids(3), "b")
     assert found(cache, ids(2), "a") == 0
