@@ -174,6 +174,8 @@ class Engine:
         self._scheduler.admit()
         self._prefill.run(began)
         self._decode.run()
+        if self._scheduler.suspicious:
+            self._prefill.probe()
         self._scheduler.residents.return_pages()
 
     def stream(self, request: Request) -> Iterator[TokenEvent]:

@@ -60,6 +60,18 @@ class PrefillPhase:
             else:  # an earlier call's events or failure ended some, whose slots are not theirs
                 self._one_by_one(call)
 
+    def probe(self) -> None:
+        """After failures in a row: is it the session? If a harmless call fails too, all ends."""
+        slot = self._scheduler.residents.free_slot()
+        if slot is None:
+            return
+        try:
+            self._model.prefill(slot, [[0, 0]], [0], [[1]])
+        except EngineError as exc:
+            self._scheduler.stop(str(exc))
+        else:
+            self._scheduler.call_succeeded()
+
     def _parts(self, prompts: list[Choice], left: int) -> list[_Part]:
         """Pieces of prompts, of about `left` tokens together."""
         parts: list[_Part] = []

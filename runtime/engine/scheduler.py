@@ -13,8 +13,8 @@ from ortolan.runtime.engine.residents import Residents
 from ortolan.runtime.engine.waiting import WaitingQueue
 from ortolan.runtime.params import EngineConfig, FinishReason
 
-# So many calls that fail one after the other are the session's fault, not the requests'.
-_FAILURES_THAT_BREAK = 3
+# So many calls that fail one after the other may be the sessions' fault, not the requests'.
+_FAILURES_OF_SESSIONS = 3
 # A dead row in the middle costs each step about as much as moving the KV of so many tokens.
 _TOKENS_PER_DEAD_ROW = 32
 # So many requests with a deadline are held at least before those that have ended are sought.
@@ -198,11 +198,14 @@ class Scheduler:
         self._failures = 0
 
     def call_failed(self, handle: RequestHandle, error: EngineError) -> None:
-        """A call for this request alone failed; several in a row break the engine."""
+        """A call for this request alone failed."""
         self.fail(handle, error)
         self._failures += 1
-        if self._failures >= _FAILURES_THAT_BREAK:
-            self.stop(str(error))
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether so many calls failed in a row that the sessions themselves may be at fault."""
+        return self._failures >= _FAILURES_OF_SESSIONS
 
     def break_off(self, reason: str) -> None:
         """A step did not come to its end: neither can what was running."""

@@ -477,6 +477,19 @@ def test_a_decode_that_raises_ends_its_request_alone(min_rows: int) -> None:
     assert engine.stats().broken is None
 
 
+def test_bad_requests_in_a_row_do_not_break_the_engine() -> None:
+    """Whoever finds a prompt that fails must not stop the server with three of them."""
+    engine, _ = mock_engine()
+    for _ in range(5):
+        bad = engine.submit(request([6, 6, RAISES]))
+        drain(engine)
+        assert isinstance(bad.error, EngineError)
+    good = engine.submit(request(9))
+    drain(engine)
+    assert good.error is None
+    assert engine.stats().broken is None
+
+
 def test_a_broken_session_ends_everything_and_says_so() -> None:
     """vllm#52852: every stream ends with a reason, and new requests are refused."""
     engine, model = mock_engine(slots=4)
