@@ -5,8 +5,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
-from ortolan.runtime.params import FinishReason, TokenEvent, Usage
+from ortolan.runtime.params import FinishReason
+
+
+class UsageLike(Protocol):
+    """A runtime's or a client's Usage."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def completion_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+
+
+class EventLike(Protocol):
+    """A runtime's TokenEvent or a client's Event."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
+    @property
+    def usage(self) -> UsageLike | None: ...
 
 
 @dataclass(frozen=True)
@@ -15,13 +40,13 @@ class Answer:
 
     finish_reason and usage are None if the answer was interrupted.
     ttft_s: seconds from the request to the first token; None if there was none.
-    tokens_per_s: of the tokens after the first; None if there were none.
+    tokens_per_s: of the tokens after those of the first event; None if there were none.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
-    usage: Usage | None
+    usage: UsageLike | None
     ttft_s: float | None
     tokens_per_s: float | None
 
@@ -40,7 +65,7 @@ class Answer:
 
 
 def follow(
-    begin: Callable[[], Iterator[TokenEvent]],
+    begin: Callable[[], Iterator[EventLike]],
     show: Callable[[str], None],
     stopped: Callable[[], bool] = lambda: False,
 ) -> Answer:
@@ -48,16 +73,18 @@ def follow(
     texts: list[str] = []
     token_ids: list[int] = []
     finish_reason: FinishReason | None = None
-    usage: Usage | None = None
+    usage: UsageLike | None = None
     began_s = time.perf_counter()
     first_s = last_s = None
+    in_first = 1
     events = begin()
     try:
         for event in events:
-            if event.token_id is not None:
+            if event.token_ids:
                 last_s = time.perf_counter()
-                first_s = first_s or last_s
-                token_ids.append(event.token_id)
+                if first_s is None:
+                    first_s, in_first = last_s, len(event.token_ids)
+                token_ids += event.token_ids
             texts.append(event.text)
             finish_reason, usage = event.finish_reason, event.usage
             if event.text:
@@ -68,7 +95,7 @@ def follow(
         close = getattr(events, "close", None)
         if close is not None:
             close()  # an answer that was stopped gives its slot back now
-    after_first = len(token_ids) - 1
+    after_first = len(token_ids) - in_first
     decode_s = last_s - first_s if first_s is not None and last_s is not None else 0.0
     return Answer(
         text="".join(texts),

@@ -14,6 +14,7 @@ import click
 
 import ortolan
 from ortolan.cli.chat import chat
+from ortolan.cli.client import client
 from ortolan.cli.export import export
 from ortolan.cli.generate import generate
 from ortolan.cli.inspect import inspect
@@ -26,6 +27,7 @@ from ortolan.cli.output import (
     speak_utf8,
     warnings_shown,
 )
+from ortolan.cli.serve import serve
 from ortolan.cli.verify import verify
 from ortolan.errors import OrtolanError
 
@@ -139,5 +141,5 @@ def main() -> None:
     """Llama-style checkpoints as ONNX graphs, and tokens from them."""
 
 
-for _command in (export, generate, chat, inspect, verify):
+for _command in (export, generate, chat, serve, client, inspect, verify):
     main.add_command(_command)
