@@ -19,7 +19,7 @@ from ortolan.proto.ortolan.v1 import ortolan_pb2 as pb
 from ortolan.proto.ortolan.v1 import ortolan_pb2_grpc as pb_grpc
 from ortolan.runtime.params import MAX_CHOICES, Request
 from ortolan.runtime.serve import grpc_convert as convert
-from ortolan.runtime.serve.grpc_errors import UnknownModelError, bounded, status_of, unexpected
+from ortolan.runtime.serve.grpc_errors import UnknownModelError, status_of, unexpected
 from ortolan.runtime.serve.service import Service
 from ortolan.runtime.text.no_tokenizer import NoTokenizer, no_text
 
@@ -67,7 +67,7 @@ def _answered(
     return answered
 
 
-class InferenceServicer(pb_grpc.InferenceServiceServicer):  # type: ignore[misc]  # generated, untyped
+class InferenceServicer(pb_grpc.InferenceServiceServicer):
     """Answers calls. in_flight: how many are being answered now."""
 
     def __init__(self, service: Service) -> None:
@@ -182,7 +182,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):  # type: ignore[misc]
     def _check_model(self, name: str) -> None:
         if name and name != self._service.name:
             raise UnknownModelError(
-                bounded(f"the model {name[:100]!r} is not served here; {self._service.name!r} is")
+                f"the model {name[:100]!r} is not served here; {self._service.name!r} is"
             )
 
 
@@ -194,7 +194,7 @@ def _request_id(context: Context) -> str:
 
 
 def _time_left(context: Context) -> float | None:
-    """Seconds until the call's deadline; None if it has none. Raises TimedOutError if it is over."""
+    """Seconds until the call's deadline, or None. Raises TimedOutError if it is over."""
     left: float | None = context.time_remaining()
     if left is not None and left <= 0:
         raise TimedOutError("the call's deadline was over before it began")

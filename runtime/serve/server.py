@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import os
 import signal
 import socket
@@ -16,8 +16,6 @@ from ortolan.errors import UsageError
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.serve.config import Port, ServeConfig, Settings
 from ortolan.runtime.serve.service import Service
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -150,10 +148,8 @@ class _Ending:
     def ignore(self) -> None:
         loop = asyncio.get_running_loop()
         for sig, before in self._before.items():
-            try:
+            with contextlib.suppress(NotImplementedError):
                 loop.remove_signal_handler(sig)
-            except NotImplementedError:
-                pass
             signal.signal(sig, before)
 
     def _arrived(self, number: int) -> None:
