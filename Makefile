@@ -15,7 +15,7 @@ endif
 .PHONY: help demo test test-slow bench lint proto clean
 
 help:
-	@echo "make demo       export a small model and ask it for the capital of France"
+	@echo "make demo       export a small model, serve it, ask it for the capital of France"
 	@echo "make test       the fast tests, a few minutes"
 	@echo "make test-slow  the tests that take longer"
 	@echo "make bench      the measurements that README.md quotes"
@@ -23,8 +23,19 @@ help:
 	@echo "make proto      generate proto/ again, after a change of a .proto file"
 	@echo "make clean      remove all that make made, $(VENV) included"
 
+# The server takes a free port and says which; whatever happens, it is stopped before make ends.
+DEMO_LOG := build/demo-server.log
+
 demo: $(BUNDLE)/manifest.json
-	@$(VENV)/bin/ortolan generate $(BUNDLE) "$(PROMPT)" --chat \
+	@$(VENV)/bin/ortolan serve $(BUNDLE) --grpc-port 0 --http-port off > $(DEMO_LOG) 2>&1 & \
+	server=$$!; \
+	trap 'kill $$server 2>/dev/null; wait $$server' EXIT; trap 'exit 130' INT TERM; \
+	until grep -q 'is ready$$' $(DEMO_LOG); do \
+	    kill -0 $$server 2>/dev/null || { cat $(DEMO_LOG) >&2; exit 1; }; sleep 0.1; \
+	done; \
+	address=`sed -n 's/^gRPC: //p' $(DEMO_LOG)`; \
+	echo "ortolan serve listens on $$address"; \
+	$(VENV)/bin/ortolan client chat "$(PROMPT)" --address $$address \
 	    --system "Answer in one short sentence." --temperature 0
 
 test: $(VENV)/.checkpoint
