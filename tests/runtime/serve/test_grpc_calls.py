@@ -15,7 +15,7 @@ from ortolan.client.aio import AsyncClient
 from ortolan.errors import RequestError, TemplateError
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.llm import LLM
-from ortolan.runtime.params import EngineConfig, SamplingParams
+from ortolan.runtime.params import EngineConfig, Request, SamplingParams
 from ortolan.runtime.serve.service import Service
 
 CHAT = [{"role": "user", "content": "the cat <|im_end|>"}]
@@ -82,6 +82,23 @@ async def test_chat_is_the_librarys_and_its_texts_stay_text(tiny_bundle: Path) -
         expected = llm.chat(CHAT, SamplingParams(max_tokens=8, temperature=0))
         assert ids == llm.encode_chat(CHAT)
     assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
+
+
+@in_loop
+async def test_prompt_goes_on_in_its_answer_and_a_chat_does_not(tiny_bundle: Path) -> None:
+    """A leading space belongs to a continued text, and not to an answer."""
+    async with tiny_serving(tiny_bundle) as (service, client):
+        asked = []
+        submit = service.submit
+
+        async def noted(request: Request) -> Any:
+            asked.append(request.continues)
+            return await submit(request)
+
+        service.submit = noted  # type: ignore[method-assign]
+        await client.generate("the", max_tokens=1)
+        await client.chat(CHAT, max_tokens=1)
+        assert asked == [True, False]
 
 
 @in_loop

@@ -198,6 +198,26 @@ async def test_stop_lets_the_last_statuses_leave() -> None:
             assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
+@in_loop
+async def test_stop_waits_for_a_reader_within_the_grace() -> None:
+    """The engine has made the answer; a client on a thin line should get it."""
+    service = _Flood()
+    server = GrpcServer(service, "127.0.0.1", 0)
+    port = await server.start()
+    address, unlimited = f"127.0.0.1:{port}", [("grpc.max_receive_message_length", -1)]
+    async with grpc.aio.insecure_channel(address, unlimited) as channel:
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
+        call = InferenceServiceStub(channel).Generate(request)
+        await until(lambda: service.flood is not None)
+        await service.drain(0)
+        stopping = asyncio.ensure_future(server.stop(30))
+        await asyncio.sleep(0.5)
+        assert not stopping.done()
+        messages = [message async for message in call]
+        assert messages[-1].finish_reason == pb.FINISH_REASON_LENGTH
+        await stopping
+
+
 async def _read(call: Any) -> None:
     async for _ in call:
         pass
