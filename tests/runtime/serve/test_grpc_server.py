@@ -116,6 +116,13 @@ async def test_message_above_the_limit_is_refused() -> None:
     async with mock_serving() as (_, client):
         with pytest.raises(RequestError, match="size"):
             await client.tokenize("x" * (MAX_RECEIVE_BYTES + 1))
+        # Nor one that is small on the wire and huge when it is unpacked.
+        gzip = grpc.Compression.Gzip
+        async with grpc.aio.insecure_channel(client.address, compression=gzip) as channel:
+            huge = pb.TokenizeRequest(text="x" * (3 * MAX_RECEIVE_BYTES))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await InferenceServiceStub(channel).Tokenize(huge)
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await client.stats()
 
 
