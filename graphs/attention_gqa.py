@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -16,6 +17,19 @@ from ortolan.graphs.manifest import ModelConfig
 
 # GroupQueryAttention's inputs between sin_cache and query_seqlens, all absent here.
 _ABSENT_BEFORE_QUERY_SEQLENS = 7
+
+
+@dataclass(frozen=True)
+class GqaInputs(CallInputs):
+    """`per_row`: the shape [batch, chunk, -1], in which rows enter GroupQueryAttention."""
+
+    per_row: ir.Value
+
+
+def prepare(op: Any, config: ModelConfig, call: CallInputs) -> GqaInputs:
+    """The call's inputs, and a shape that all layers share."""
+    per_row = op.Concat(op.Shape(call.ids), [-1], axis=0)
+    return GqaInputs(**vars(call), per_row=per_row)
 
 
 class Norm(nn.Module):
@@ -64,6 +78,8 @@ class HeadNorm(nn.Module):
 class GqaAttention(nn.Module):
     """x [batch, chunk, hidden] and the past -> output of the same shape, and the present.
 
+    A model with offsets has x [batch * chunk, hidden] instead.
+
     past and present [batch, kv_heads, capacity, head_dim] are meant to be one buffer.
     """
 
@@ -71,7 +87,8 @@ class GqaAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer = layer
-        self.qkv = add_linears(self, plan.qkv)
+        self.rows = plan.affine
+        self.qkv = add_linears(self, plan.qkv, rows=self.rows)
         if config.qk_norm:
             q_size, k_size = qk_norm_sizes(config)
             q_width, kv_width = (
@@ -79,12 +96,14 @@ class GqaAttention(nn.Module):
             )
             self.q_norm = HeadNorm(q_size, q_width, config.rms_norm_eps)
             self.k_norm = HeadNorm(k_size, kv_width, config.rms_norm_eps)
-        self.out = add_linears(self, (plan.attention_out,))
+        self.out = add_linears(self, (plan.attention_out,), rows=self.rows)
 
     def forward(
-        self, op: Any, x: ir.Value, inputs: CallInputs, past: tuple[ir.Value, ir.Value]
+        self, op: Any, x: ir.Value, inputs: GqaInputs, past: tuple[ir.Value, ir.Value]
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
         projected: list[ir.Value | None] = list(apply_linears(op, x, self.qkv))
+        if self.rows:
+            projected = [op.Reshape(rows, inputs.per_row) for rows in projected]
         if self.config.qk_norm:
             projected = self._normed(op, projected)
         # Packed q, k and v enter as the query, with no key and value.
@@ -114,6 +133,8 @@ class GqaAttention(nn.Module):
             _domain=MICROSOFT,
             _outputs=3,
         )
+        if self.rows:
+            attended = op.Reshape(attended, [-1, self.config.num_heads * self.config.head_dim])
         (output,) = apply_linears(op, attended, self.out)
         return output, present_key, present_value
 
@@ -134,8 +155,9 @@ GQA = Flavor(
     # What GroupQueryAttention asks when it rotates; found when a graph runs, not at load.
     head_dim_multiple=16,
     signed_table=False,
+    rows=True,
     norm=Norm,
-    prepare=lambda op, config, inputs: inputs,
+    prepare=prepare,
     attention=GqaAttention,
     embedding=Embedding,
     tied_head=TiedHead,

@@ -216,6 +216,7 @@ ONNX = Flavor(
     opsets={"": 24},
     head_dim_multiple=2,
     signed_table=True,
+    rows=False,
     norm=OnnxNorm,
     prepare=prepare,
     attention=OnnxAttention,

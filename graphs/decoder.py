@@ -48,11 +48,11 @@ def _softcapped(op: Any, x: ir.Value, cap: float) -> ir.Value:
 class Mlp(nn.Module):
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan) -> None:
+    def __init__(self, config: ModelConfig, plan: LayerPlan, rows: bool) -> None:
         super().__init__()
         self.activation = _ACTIVATIONS[config.activation]
-        self.gate_up = add_linears(self, plan.gate_up)
-        self.down = add_linears(self, (plan.down,))
+        self.gate_up = add_linears(self, plan.gate_up, rows=rows)
+        self.down = add_linears(self, (plan.down,), rows=rows)
 
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
         outputs = apply_linears(op, x, self.gate_up)
@@ -72,7 +72,7 @@ class Layer(nn.Module):
         for name in self.norms.names:
             setattr(self, name, flavor.norm(config.hidden_size, config.rms_norm_eps, None))
         self.self_attn = flavor.attention(config, plan, layer)
-        self.mlp = Mlp(config, plan)
+        self.mlp = Mlp(config, plan, flavor.rows and plan.affine)
 
     def forward(
         self,
@@ -119,11 +119,10 @@ class Backbone(nn.Module):
         for rope in config.ropes:
             for name in rope_tables(rope):
                 setattr(self, name, Parameter([config.max_context, half]))
+        plans = [plan_layer(config, formats, i) for i in range(config.num_layers)]
+        self.rows = flavor.rows and plans[0].affine
         self.layers = nn.ModuleList(
-            [
-                Layer(config, plan_layer(config, formats, i), i, flavor)
-                for i in range(config.num_layers)
-            ]
+            [Layer(config, plan, i, flavor) for i, plan in enumerate(plans)]
         )
 
     def forward(
@@ -147,12 +146,17 @@ class Backbone(nn.Module):
             {rope: self._tables(rope) for rope in self.config.ropes},
         )
         inputs = self.flavor.prepare(op, self.config, call)
+        if self.rows:
+            x = op.Reshape(x, [-1, self.config.hidden_size])
         delta: ir.Value | None = None
         present = []
         for layer, layer_past in zip(self.layers, past, strict=True):
             x, delta, layer_present = layer(op, x, delta, inputs, layer_past)
             present.append(layer_present)
-        return op.Add(x, delta), present
+        x = op.Add(x, delta)
+        if self.rows:
+            x = op.Reshape(x, op.Concat(op.Shape(ids), [-1], axis=0))
+        return x, present
 
     def _tables(self, rope: RopeName) -> tuple[ir.Value, ir.Value]:
         cos, sin = (getattr(self, name) for name in rope_tables(rope))

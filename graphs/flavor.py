@@ -39,6 +39,8 @@ class Flavor:
     opsets: domain -> version. head_dim_multiple: what head_dim and its rotated part must divide by.
     signed_table: a blocked embedding is stored as signed codes, those of 4 bits packed in bytes,
     and a tied head has views of it by blocks; otherwise it is as GatherBlockQuantized reads it.
+    rows: the layers of a model with offsets work on [batch * chunk, hidden], which makes these
+    cheaper (see Linear); otherwise on [batch, chunk, hidden].
     norm: (size, epsilon, module name) -> module (x, delta or None) -> (normed sum, sum).
     prepare: what all layers share, computed once per call; each attention gets it as `inputs`.
     attention: (config, plan, layer) -> module (x, inputs, past) -> (output, key, value).
@@ -49,6 +51,7 @@ class Flavor:
     opsets: Mapping[str, int]
     head_dim_multiple: int
     signed_table: bool
+    rows: bool
     norm: Callable[[int, float, str | None], nn.Module]
     prepare: Callable[[Any, ModelConfig, CallInputs], Any]
     attention: Callable[[ModelConfig, LayerPlan, int], nn.Module]

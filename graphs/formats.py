@@ -63,12 +63,13 @@ Formats = Mapping[str, WeightFormat]
 EMBEDDING = "model.embed_tokens"
 LM_HEAD = "lm_head"
 FINAL_NORM = "model.norm"
+LAYERS = "model.layers."
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 def layer_name(layer: int, part: str) -> str:
     """A layer's module by its state-dict name."""
-    return f"model.layers.{layer}.{part}"
+    return f"{LAYERS}{layer}.{part}"
 
 
 @dataclass(frozen=True)
@@ -159,12 +160,14 @@ class LayerPlan:
     """The projections of one decoder layer. `qkv` and `gate_up` hold one entry when joined.
 
     Joining is exact: every output column keeps its own codes, scales and offsets.
+    affine: whether the model has offsets, in this layer or another.
     """
 
     qkv: tuple[Projection, ...]
     attention_out: Projection
     gate_up: tuple[Projection, ...]
     down: Projection
+    affine: bool
 
 
 def plan_layer(config: ModelConfig, formats: Formats, layer: int) -> LayerPlan:
@@ -184,6 +187,7 @@ def plan_layer(config: ModelConfig, formats: Formats, layer: int) -> LayerPlan:
         attention_out=single("self_attn.o_proj", q_width, hidden, config.attention_out_bias),
         gate_up=_joined(layer, "mlp", "gate_up_proj", gate_up, hidden, formats, config.mlp_bias),
         down=single("mlp.down_proj", inner, hidden, config.mlp_bias),
+        affine=any(fmt.affine for name, fmt in formats.items() if name.startswith(LAYERS)),
     )
 
 

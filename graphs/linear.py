@@ -38,17 +38,29 @@ def block_sums(op: Any, x: ir.Value, inputs: int, block_size: int) -> ir.Value:
     return op.ReduceSum(blocks, [-1], keepdims=0)
 
 
+def row_block_sums(op: Any, x: ir.Value, inputs: int, block_size: int) -> ir.Value:
+    """The same for rows: [rows, K] -> [rows, blocks]."""
+    num_blocks = -(-inputs // block_size)
+    if missing := num_blocks * block_size - inputs:
+        x = op.Pad(x, [0, 0, 0, missing])
+    return op.ReduceSum(op.Reshape(x, [0, num_blocks, block_size]), [-1], keepdims=0)
+
+
 class Linear(nn.Module):
     """x [batch, chunk, K] -> [batch, chunk, N] by a weight stored as [K, N].
+
+    With `rows`, x is [rows, K] instead, and offsets are added by Gemm: one node and one pass over
+    the output less than a product and a sum, but Gemm takes two dimensions only.
 
     Blocked codes go through DequantizeLinear into MatMul: the standard form that ONNX Runtime
     fuses at load. An offset enters as blocksum(x) @ offsets, which keeps an affine block exact:
     sum_k x_k (s c_k + o) = sum_k x_k s c_k + o sum_k x_k.
     """
 
-    def __init__(self, projection: Projection) -> None:
+    def __init__(self, projection: Projection, rows: bool) -> None:
         super().__init__()
         self.projection = projection
+        self.rows = rows
         fmt, inputs, outputs = projection.format, projection.inputs, projection.outputs
         self.weight = Parameter([inputs, outputs], dtype=ONNX_DTYPES[fmt.dtype])
         if fmt.blocked:
@@ -70,16 +82,20 @@ class Linear(nn.Module):
             self.weight, self.weight_scale, axis=0, block_size=fmt.block_size
         )
         y = op.MatMul(x, weight)
-        if fmt.affine:
+        if fmt.affine and self.rows:
+            y = op.Gemm(sums, self.weight_offset, y)
+        elif fmt.affine:
             y = op.Add(y, op.MatMul(sums, self.weight_offset))
         return y
 
 
-def add_linears(owner: nn.Module, projections: Sequence[Projection]) -> list[Linear]:
+def add_linears(
+    owner: nn.Module, projections: Sequence[Projection], *, rows: bool = False
+) -> list[Linear]:
     """Register a Linear for each projection under its own name; return them in order."""
     linears = []
     for projection in projections:
-        linear = Linear(projection)
+        linear = Linear(projection, rows)
         setattr(owner, projection.name.rpartition(".")[2], linear)
         linears.append(linear)
     return linears
@@ -93,6 +109,7 @@ def apply_linears(op: Any, x: ir.Value, linears: Sequence[Linear]) -> list[ir.Va
         fmt = linear.projection.format
         if fmt.affine and fmt.block_size not in sums:
             inputs = linear.projection.inputs
-            sums[fmt.block_size] = block_sums(op, x, inputs, fmt.block_size)
+            summed = row_block_sums if linear.rows else block_sums
+            sums[fmt.block_size] = summed(op, x, inputs, fmt.block_size)
         outputs.append(linear(op, x, sums.get(fmt.block_size)))
     return outputs

@@ -12,7 +12,8 @@
      ├── EngineError             running the model failed
      ├── OverloadedError         too much is waiting already; try again later
      ├── CancelledError          a request was cancelled before its end
-     └── TimedOutError           a request's time was over before its end
+     ├── TimedOutError           a request's time was over before its end
+     └── BenchError              something cannot be measured here
 
 A message is one sentence that says what was found, where, what was expected, and what to do.
 """
@@ -86,3 +87,7 @@ class CancelledError(OrtolanError):
 
 class TimedOutError(OrtolanError):
     """The request's deadline passed."""
+
+
+class BenchError(OrtolanError):
+    """A measurement failed, or something to compare with cannot be used here."""

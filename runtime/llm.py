@@ -111,6 +111,10 @@ class LLM:
             engine.check(request)
         return _run_all(engine, requests)
 
+    def check(self, request: Request) -> None:
+        """Raises RequestError for a request that `run` would refuse."""
+        self._running().check(request)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a plain prompt; ids pass as they are. An empty text becomes BOS, if any."""
         return self._prompts.encode(prompt)

@@ -9,16 +9,28 @@ import platform
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_CPUS = Path("/sys/devices/system/cpu")
 
 
 def usable_cores() -> int:
-    """Processors this process may run on, at most the cgroup's CPU quota; at least 1."""
+    """Cores this process may run on, at most the cgroup's CPU quota; at least 1.
+
+    Hyperthreads of one core count once: they share the units that matrix products keep busy.
+    """
     if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+        cores = len({_core_of(cpu) for cpu in os.sched_getaffinity(0)})
     else:
         cores = os.cpu_count() or 1
     quota = _cpu_quota()
     return max(1, cores if quota is None else min(cores, math.ceil(quota)))
+
+
+def _core_of(cpu: int) -> str:
+    """A name of the core that a processor is part of: its siblings' list, or its own number."""
+    try:
+        return (_CPUS / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return f"cpu{cpu}"
 
 
 def _cpu_quota() -> float | None:

@@ -114,6 +114,19 @@ ROOMS = {
         may_import=(*OPEN_TO_ALL, "ortolan.client.*", "ortolan.proto.*"),
         never=BUILDING | TERMINAL | NOBODYS,
     ),
+    # What `ortolan bench` measures with. Its peers are other engines, imported in child processes.
+    "bench": Room(
+        holds=("ortolan.bench.*",),
+        may_import=(
+            *OPEN_TO_ALL,
+            "ortolan.bench.*",
+            "ortolan.graphs",
+            "ortolan.graphs.contract",
+            "ortolan.graphs.manifest",
+            "ortolan.runtime.*",
+        ),
+        never=WIRE | TERMINAL | NOBODYS,
+    ),
     # The CLI joins the rooms, so it may import any of them. It reaches proto by way of client and
     # serve, inside functions: `ortolan --help` needs the base install alone.
     "cli": Room(
@@ -121,6 +134,7 @@ ROOMS = {
         may_import=(
             *OPEN_TO_ALL,
             "ortolan.__main__",
+            "ortolan.bench.*",
             "ortolan.cli.*",
             "ortolan.client.*",
             "ortolan.export.*",

@@ -1,13 +1,14 @@
-"""Following an answer as it is generated, and what it took."""
+"""Following an answer as it is generated, what it took, and how JSON says it."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from ortolan.runtime.params import FinishReason
+from ortolan.runtime.params import Completion, FinishReason
 
 
 class UsageLike(Protocol):
@@ -32,6 +33,10 @@ class EventLike(Protocol):
     def finish_reason(self) -> FinishReason | None: ...
     @property
     def usage(self) -> UsageLike | None: ...
+    @property
+    def logprobs(self) -> tuple[Any, ...]: ...
+    @property
+    def prompt_logprobs(self) -> tuple[Any, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Answer:
     usage: UsageLike | None
     ttft_s: float | None
     tokens_per_s: float | None
+    logprobs: tuple[Any, ...] = ()
+    prompt_logprobs: tuple[Any, ...] = ()
 
     def timings(self) -> str:
         """One line: tokens in and out, time to first token, tokens per second."""
@@ -72,6 +79,8 @@ def follow(
     """Start an answer and hand its text on piece by piece, until it ends or `stopped` says so."""
     texts: list[str] = []
     token_ids: list[int] = []
+    logprobs: list[Any] = []
+    prompt_logprobs: list[Any] = []
     finish_reason: FinishReason | None = None
     usage: UsageLike | None = None
     began_s = time.perf_counter()
@@ -85,6 +94,8 @@ def follow(
                 if first_s is None:
                     first_s, in_first = last_s, len(event.token_ids)
                 token_ids += event.token_ids
+            logprobs += event.logprobs
+            prompt_logprobs += event.prompt_logprobs
             texts.append(event.text)
             finish_reason, usage = event.finish_reason, event.usage
             if event.text:
@@ -104,7 +115,40 @@ def follow(
         usage=usage,
         ttft_s=None if first_s is None else first_s - began_s,
         tokens_per_s=after_first / decode_s if decode_s > 0 else None,
+        logprobs=tuple(logprobs),
+        prompt_logprobs=tuple(prompt_logprobs),
     )
+
+
+def as_json(answer: Answer | Completion) -> dict[str, Any]:
+    """The answer as JSON says it: log-probabilities only where they were asked for."""
+    fields = {item.name: getattr(answer, item.name) for item in dataclasses.fields(answer)}
+    usage = answer.usage
+    fields["usage"] = usage and {
+        name: getattr(usage, name)
+        for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
+    }
+    for name in ("logprobs", "prompt_logprobs"):
+        positions = fields.pop(name)
+        if positions:
+            fields[name] = [position and _position(position) for position in positions]
+    return fields
+
+
+def _position(position: Any) -> dict[str, Any]:
+    top = [_logprob(entry) for entry in position.top]
+    return {**_logprob(position.chosen), **({"top": top} if top else {})}
+
+
+def _logprob(entry: Any) -> dict[str, Any]:
+    """A token may be a part of a character, so its bytes are there too."""
+    text = entry.bytes.decode("utf-8", "replace")
+    return {
+        "token_id": entry.token_id,
+        "text": text,
+        "bytes": list(entry.bytes),
+        "logprob": entry.logprob,
+    }
 
 
 def _tokens(count: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import click
 
 import ortolan
+from ortolan.cli.bench import bench
 from ortolan.cli.chat import chat
 from ortolan.cli.client import client
 from ortolan.cli.export import export
@@ -141,5 +142,5 @@ def main() -> None:
     """Llama-style checkpoints as ONNX graphs, and tokens from them."""
 
 
-for _command in (export, generate, chat, serve, client, inspect, verify):
+for _command in (export, generate, chat, serve, client, inspect, verify, bench):
     main.add_command(_command)

@@ -136,12 +136,12 @@ def _params(server: Client, sampling: GivenSampling, timeout_s: float | None) ->
     return sampling.over(server.models(timeout_s)[0].sampling_defaults)
 
 
-def _answer(begin: Callable[[], Any], as_json: bool) -> None:
-    from ortolan.cli.answer import follow
+def _answer(begin: Callable[[], Iterator[EventLike]], in_json: bool) -> None:
+    from ortolan.cli.answer import as_json, follow
 
-    answer = follow(begin, show=(lambda text: None) if as_json else write)
-    if as_json:
-        write_json(dataclasses.asdict(answer))
+    answer = follow(begin, show=(lambda text: None) if in_json else write)
+    if in_json:
+        write_json(as_json(answer))
     else:
         write("\n")
         note(answer.timings())

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -15,7 +12,8 @@ import click
 
 from ortolan.cli.accuracy_table import write_accuracy
 from ortolan.cli.options import debug_option, json_option
-from ortolan.cli.output import console, is_fancy, megabytes, write, write_json
+from ortolan.cli.output import megabytes, write, write_json
+from ortolan.cli.progress import Progress, progress_bar
 from ortolan.errors import MissingDependencyError
 from ortolan.export.precision import (
     BLOCK_SIZES,
@@ -26,8 +24,6 @@ from ortolan.export.precision import (
 
 if TYPE_CHECKING:
     from ortolan.graphs.manifest import Manifest
-
-Progress = Callable[[str, int, int], None]
 
 _FORMATS = click.Choice(get_args(WeightsChoice))
 
@@ -112,7 +108,7 @@ def export(
     }
     options = exporter.ExportOptions(**{k: v for k, v in given.items() if v is not None})
     began_s = time.perf_counter()
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         manifest = exporter.export_bundle(source, bundle, options, progress)
         if manifest.quantized:
             manifest = _with_report(source, bundle, manifest, report, progress)
@@ -165,19 +161,3 @@ def _exporter() -> Any:
             raise
         raise MissingDependencyError(package, "export", "exporting a checkpoint") from error
     return exporter
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Progress | None]:
-    """A bar on standard error, where that is a terminal."""
-    if not is_fancy(sys.stderr):
-        yield None
-        return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
-        task = bar.add_task("")
-        yield lambda name, done, total: bar.update(
-            task, description=name, completed=done, total=total
-        )

@@ -101,6 +101,52 @@ _ENGINE_OPTIONS = {
         default=default_of(EngineConfig, "max_context"),
         help="Most tokens of prompt and answer together.  [default: the bundle's]",
     ),
+    "max_slots": click.option(
+        "--max-slots",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=default_of(EngineConfig, "max_slots"),
+        show_default=True,
+        help="Answers that are generated at once.",
+    ),
+    "kv_tokens": click.option(
+        "--kv-tokens",
+        metavar="N",
+        type=click.IntRange(min=2),
+        default=default_of(EngineConfig, "kv_tokens"),
+        help="Most tokens that they may hold together.  [default: what half of free memory holds]",
+    ),
+    "prefix_cache_mb": click.option(
+        "--prefix-cache-mb",
+        metavar="MB",
+        type=click.IntRange(min=0),
+        default=default_of(EngineConfig, "prefix_cache_mb"),
+        help="MiB for the beginnings of earlier prompts; 0: none.  [default: a tenth of free "
+        "memory]",
+    ),
+    "prefill_chunk": click.option(
+        "--prefill-chunk",
+        metavar="N",
+        type=click.IntRange(min=2),
+        default=default_of(EngineConfig, "prefill_chunk"),
+        show_default=True,
+        help="Most tokens of prompts that are read at a time.",
+    ),
+    "gap_steps": click.option(
+        "--gap-steps",
+        metavar="X",
+        type=float,
+        default=default_of(EngineConfig, "gap_steps"),
+        show_default=True,
+        help="While a prompt is read, other answers get a token every so many plain steps.",
+    ),
+    "gap_ms": click.option(
+        "--gap-ms",
+        metavar="MS",
+        type=float,
+        default=default_of(EngineConfig, "gap_ms"),
+        help="The same in milliseconds, if that is less.  [default: no bound of the kind]",
+    ),
     "accuracy": click.option(
         "--accuracy",
         type=click.Choice(get_args(get_type_hints(EngineConfig)["accuracy"])),
@@ -111,6 +157,17 @@ _ENGINE_OPTIONS = {
 }
 
 
+# Those that say how requests share a model; see docs/engine.md.
+SHARING = (
+    "max_slots",
+    "kv_tokens",
+    "prefix_cache_mb",
+    "prefill_chunk",
+    "gap_steps",
+    "gap_ms",
+)
+
+
 def engine_options(*names: str) -> Callable[[Function], Function]:
     """The named fields of EngineConfig as options; the command receives them as `engine`."""
 
@@ -119,6 +176,7 @@ def engine_options(*names: str) -> Callable[[Function], Function]:
         def gathered(**values: Any) -> Any:
             engine = {name: values.pop(name) for name in names}
             try:
+                EngineConfig(**engine)  # now, before anything is read or loaded
                 return command(engine=engine, **values)
             except UsageError as error:
                 raise UsageError(with_option_name(str(error), names)) from error

@@ -36,8 +36,9 @@ _NUMBERS: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "Most tokens to generate.  [default: until the context is full]"),
     "temperature": (
         float,
-        "0 takes the likeliest token, more is more varied.  [default: the checkpoint's, else 0, or "
-        f"{default_of(SamplingParams, 'temperature')} with --top-k, --top-p, --min-p or --seed]",
+        "0 takes the likeliest token, more is more varied.  [default: the checkpoint's, else 0, "
+        f"or {default_of(SamplingParams, 'temperature')} with --top-k, --top-p, --min-p, --seed "
+        "or -n]",
     ),
     "top_k": (int, "Choose among the N likeliest tokens." + _CHECKPOINTS),
     "top_p": (
@@ -74,7 +75,8 @@ class GivenSampling:
         """
         values = {**defaults, **self.fields}
         if "temperature" not in self.fields:
-            if any(name in self.fields for name in _ASK_FOR_SAMPLING):
+            several = self.fields.get("n", 1) != 1  # greedy ones would be the same
+            if several or any(name in self.fields for name in _ASK_FOR_SAMPLING):
                 usual = default_of(SamplingParams, "temperature")
                 values["temperature"] = defaults.get("temperature") or usual
             else:
@@ -115,11 +117,37 @@ def sampling_options(command: Function) -> Function:
             multiple=True,
             help="Added to a token's logit; repeatable.",
         ),
+        click.option(
+            "--stop-token-ids",
+            metavar="ID",
+            type=int,
+            multiple=True,
+            help="End after this token; repeatable.",
+        ),
         click.option("--ignore-eos", is_flag=True, help="Go on after an end token."),
     ]
     for option in reversed(options):
         option(gathered)
     return gathered  # type: ignore[return-value]  # click calls by keyword
+
+
+def answers_options(command: Function) -> Function:
+    """The fields that ask for more than one answer's text; below `sampling_options`."""
+    options = [
+        click.option("-n", "--n", metavar="N", type=int, help="Answers to each prompt."),
+        click.option(
+            "--logprobs",
+            metavar="N",
+            type=int,
+            help="In JSON: log-probabilities of the answer's tokens, and of the N likeliest.",
+        ),
+        click.option(
+            "--prompt-logprobs", metavar="N", type=int, help="The same for the prompt's tokens."
+        ),
+    ]
+    for option in reversed(options):
+        option(command)
+    return command
 
 
 def given_sampling(given: dict[str, Any]) -> GivenSampling:

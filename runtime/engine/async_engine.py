@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from ortolan.errors import CancelledError, EngineError, OrtolanError
 from ortolan.runtime.engine.engine import Engine, EngineStats
@@ -110,6 +111,7 @@ class AsyncEngine:
         self._touched: set[AsyncStream] = set()
         self._refusal: str | None = None  # why no request is accepted any more
         self._closing = False
+        self._over = False  # the thread looks into its inbox no more
         self._thread = threading.Thread(target=self._run, name="ortolan-engine", daemon=True)
         self._thread.start()
 
@@ -120,7 +122,8 @@ class AsyncEngine:
             raise EngineError(self._refusal)
         loop = asyncio.get_running_loop()
         accepted: asyncio.Future[AsyncStream] = loop.create_future()
-        self._tell(lambda: self._submit(request, loop, accepted))
+        if not self._tell(lambda: self._submit(request, loop, accepted)):
+            raise self._refused()
         try:
             return await asyncio.shield(accepted)
         except asyncio.CancelledError:
@@ -152,10 +155,17 @@ class AsyncEngine:
         self._tell(lambda: None)
         await asyncio.to_thread(self._thread.join)
 
-    def _tell(self, action: Callable[[], None]) -> None:
+    def _tell(self, action: Callable[[], None]) -> bool:
+        """Have the thread do something; False if it does nothing any more."""
         with self._wake:
+            if self._over:
+                return False
             self._inbox.append(action)
             self._wake.notify()
+            return True
+
+    def _refused(self) -> EngineError:
+        return EngineError(self._refusal or "the engine is closed; load the model again")
 
     # On the engine's thread.
 
@@ -165,22 +175,43 @@ class AsyncEngine:
                 while not self._inbox and not self._streams and not self._closing:
                     self.heartbeat_s = time.monotonic()
                     self._wake.wait(timeout=1.0)
-            self._act()
             try:
+                self._act()
                 if self._streams:
                     self._engine.step()
             except Exception as exc:  # noqa: BLE001  a fault of ours must end every stream with a reason
-                self._engine.stop(f"{type(exc).__name__}: {exc}")
+                self._break(f"{type(exc).__name__}: {exc}")
             self.heartbeat_s = time.monotonic()
             self._wake_readers()
-        self._act()
-        for handle in tuple(self._streams):
-            self._engine.cancel(handle, CancelledError("the engine was closed"))
+        with self._wake:
+            self._over = True
+        try:
+            self._act()
+            for handle in tuple(self._streams):
+                self._engine.cancel(handle, CancelledError("the engine was closed"))
+        except Exception as exc:  # noqa: BLE001  as above
+            self._break(f"{type(exc).__name__}: {exc}")
         self._wake_readers()
 
     def _act(self) -> None:
         while self._inbox:
-            self._inbox.popleft()()
+            try:
+                self._inbox[0]()
+            finally:
+                self._inbox.popleft()  # only now: until then it makes us busy
+
+    def _break(self, reason: str) -> None:
+        """End every stream with the reason, even if the engine can do nothing any more."""
+        self._refusal = self._refusal or f"the engine stopped working: {reason}"
+        try:
+            self._engine.stop(reason)
+        except Exception as exc:  # noqa: BLE001  nobody may wait for an engine that has died
+            error = EngineError(f"the engine stopped working: {reason}")
+            error.__cause__ = exc
+            for stream in self._streams.values():
+                stream.end(error)
+            self._touched.update(self._streams.values())
+            self._streams.clear()
 
     def _submit(
         self,
@@ -190,12 +221,15 @@ class AsyncEngine:
     ) -> None:
         try:
             if self._closing:
-                raise EngineError(self._refusal or "the engine is closed")
+                raise self._refused()
             handle = self._engine.submit(request)
-        except OrtolanError as exc:
-            _on_loop(loop, lambda error=exc: accepted.done() or accepted.set_exception(error))  # type: ignore[misc]
+        except Exception as exc:  # noqa: BLE001  whatever it is, the caller waits for it
+            error = exc
+            if not isinstance(exc, OrtolanError):
+                error = EngineError(f"the request cannot be queued: {type(exc).__name__}: {exc}")
+            _on_loop(loop, partial(_settle, accepted, error))
             return
-        stream = AsyncStream(loop, lambda: self._tell(lambda: self._engine.cancel(handle)))
+        stream = AsyncStream(loop, lambda: self._cancel(handle))
         self._streams[handle] = stream
         handle.sink = lambda event: self._put(stream, event)
         handle.on_end = lambda: self._end(handle)
@@ -203,31 +237,52 @@ class AsyncEngine:
             self._put(stream, event)
         if handle.done:
             self._end(handle)
-        _on_loop(loop, lambda: accepted.done() or accepted.set_result(stream))
+        _on_loop(loop, partial(_settle, accepted, stream))
+
+    def _cancel(self, handle: RequestHandle) -> None:
+        self._tell(lambda: self._engine.cancel(handle))
 
     def _put(self, stream: AsyncStream, event: TokenEvent) -> None:
         stream.put(event)
         self._touched.add(stream)
 
     def _end(self, handle: RequestHandle) -> None:
-        stream = self._streams.pop(handle)
-        stream.end(handle.error)
-        self._touched.add(stream)
+        stream = self._streams.pop(handle, None)
+        if stream is not None:
+            stream.end(handle.error)
+            self._touched.add(stream)
 
     def _wake_readers(self) -> None:
         """Tell each loop once of all its streams that have something to read."""
         told: dict[asyncio.AbstractEventLoop, list[AsyncStream]] = {}
         for stream in self._touched:
-            if stream.wake_reader():
+            if stream.loop.is_closed():
+                stream.cancel()  # nobody is left to do it
+            elif stream.wake_reader():
                 told.setdefault(stream.loop, []).append(stream)
         self._touched.clear()
         for loop, streams in told.items():
-            _on_loop(loop, lambda streams=streams: [stream.tell() for stream in streams])  # type: ignore[misc]
+            _on_loop(loop, partial(_tell_all, streams))
+
+
+def _tell_all(streams: list[AsyncStream]) -> None:
+    for stream in streams:
+        stream.tell()
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:
     with contextlib.suppress(RuntimeError):  # the loop was closed, and its readers with it
         loop.call_soon_threadsafe(action)
+
+
+def _settle(accepted: asyncio.Future[AsyncStream], result: AsyncStream | Exception) -> None:
+    """Give a caller what came of its request, unless it has gone away."""
+    if accepted.done():
+        return
+    if isinstance(result, Exception):
+        accepted.set_exception(result)
+    else:
+        accepted.set_result(result)
 
 
 def _cancel_accepted(accepted: asyncio.Future[AsyncStream]) -> None:

@@ -67,8 +67,9 @@ class Emitter:
     def finish(self, choice: Choice, reason: FinishReason) -> None:
         """End a request for no tokens, whose prompt has been read if it is to be scored."""
         for each in choice.handle.choices:
-            each.prompt_logprobs = choice.prompt_logprobs
-            self._send(each, "", (), reason, ())
+            if each.state not in ENDED:  # with its request, by what its reader did
+                each.prompt_logprobs = choice.prompt_logprobs
+                self._send(each, "", (), reason, ())
 
     def _emit(self, choice: Choice, sampled: Sampled) -> None:
         token_id, handle = sampled.token_id, choice.handle
@@ -103,10 +104,14 @@ class Emitter:
         scored: tuple[PositionLogprobs | None, ...] = ()
         if choice.produced <= 1:  # the first event
             scored = tuple(choice.prompt_logprobs)
-        choice.handle.sink(
-            TokenEvent(text, token_ids, reason, usage, logprobs, choice.index, scored)
-        )
-        if reason is not None:
+        event = TokenEvent(text, token_ids, reason, usage, logprobs, choice.index, scored)
+        try:
+            choice.handle.sink(event)
+        except Exception as exc:  # noqa: BLE001  a reader's fault must not cost other rows their token
+            error = EngineError(f"the request's reader failed: {type(exc).__name__}: {exc}")
+            self._scheduler.fail(choice.handle, error)
+        # The reader may have cancelled the request.
+        if reason is not None and choice.state not in ENDED:
             self._scheduler.finish(choice, reason)
 
 

@@ -82,6 +82,7 @@ class Engine:
         self._clock = clock
         self._checks = checks
         self._steps = 0
+        self._stepping = False
         self._scheduler = Scheduler(model.cache, config, kv_budget, prefix)
         self._emitter = Emitter(sampler, tokenizer, self._scheduler)
         pace = Pace(config, attention_share(model.config))
@@ -138,26 +139,44 @@ class Engine:
         """End a request now; harmless if it has ended already."""
         error = error or CancelledError("the request was cancelled")
         self._scheduler.end(handle, State.CANCELLED, error)
+        if not self._scheduler.busy:  # there may be no further step
+            self._scheduler.residents.return_pages()
 
     def stop(self, reason: str) -> None:
         """End every request and accept none any more: something is broken."""
         self._scheduler.stop(reason)
+        self._scheduler.residents.return_pages()
 
     def step(self) -> bool:
         """Admit, read a chunk's worth of prompts, decode all running rows, sample, emit.
 
-        Returns whether anything is left to do.
+        Returns whether anything is left to do. Where it is broken off, by an interrupt or a fault
+        of ours, running requests end with that: nobody knows which of them had their token.
         """
-        began = self._clock()
+        self._check_between_steps()
         self._steps += 1
+        self._stepping = True
+        try:
+            self._step()
+        except BaseException as exc:
+            self._scheduler.break_off(f"{type(exc).__name__}: {exc}")
+            raise
+        finally:
+            self._stepping = False
+        if self._checks:
+            self._scheduler.verify()
+        return self._scheduler.busy
+
+    def _step(self) -> None:
+        began = self._clock()
         self._scheduler.expire(began)
         self._scheduler.make_room()
         self._scheduler.admit()
         self._prefill.run(began)
         self._decode.run()
-        if self._checks:
-            self._scheduler.verify()
-        return self._scheduler.busy
+        if self._scheduler.suspicious:
+            self._prefill.probe()
+        self._scheduler.residents.return_pages()
 
     def stream(self, request: Request) -> Iterator[TokenEvent]:
         """A request's events, making steps as long as it takes; closing the iterator cancels it.
@@ -207,6 +226,7 @@ class Engine:
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int] | None) -> FloatArray:
         """Logits float32 [n, vocab] after each of `positions` (by default all), by prefill."""
+        self._check_between_steps()
         ids = list(token_ids)
         self._check_prompt(ids)
         wanted = list(range(len(ids))) if positions is None else list(positions)
@@ -229,6 +249,11 @@ class Engine:
         finally:
             self._model.cache.discard(slot, start)
         return result
+
+    def _check_between_steps(self) -> None:
+        # Readers are called from within a step, whose logits another call would overwrite.
+        if self._stepping:
+            raise EngineError("a step is under way; its readers may submit and cancel, no more")
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         vocab_size = self._model.config.vocab_size

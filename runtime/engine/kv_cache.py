@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -50,16 +51,20 @@ class KvCache:
         """The first `tokens` of one slot to another."""
         self.array[:, target, :, :tokens] = self.array[:, source, :, :tokens]
 
-    def discard(self, slot: int, tokens: int) -> None:
-        """Return the pages of a slot's first `tokens` to the system; what they held is lost."""
+    def discard(self, slot: int, tokens: int, start: int = 0) -> None:
+        """Return the pages of a slot's tokens from `start` to `tokens` to the system.
+
+        What they held is lost. Costs about 10 us per token in system calls and later page faults.
+        """
         if not hasattr(self._memory, "madvise") or not hasattr(mmap, "MADV_DONTNEED"):
             return
         row_bytes, slot_bytes, head_bytes, token_bytes = self.array.strides[:4]
         for row in range(self.array.shape[0]):
-            start = row * row_bytes + slot * slot_bytes
+            base = row * row_bytes + slot * slot_bytes
             for head in range(self.array.shape[2]):
-                first = start + head * head_bytes
-                self._discard(first, first + tokens * token_bytes, first + head_bytes)
+                first = base + head * head_bytes
+                end = first + tokens * token_bytes
+                self._discard(first + start * token_bytes, end, first + head_bytes)
 
     def _discard(self, start: int, end: int, border: int) -> None:
         """Whole pages from start to end, and the one that end is in, if it is left of border."""
@@ -70,12 +75,19 @@ class KvCache:
             self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
-def anonymous_memory(size: int) -> mmap.mmap:
-    """A private mapping of zeros. A shared one would keep the pages that it is told to discard."""
+def anonymous_memory(size: int, *, huge_pages: bool = False) -> mmap.mmap:
+    """A private mapping of zeros. A shared one would keep the pages that it is told to discard.
+
+    huge_pages: for what is written in large pieces, where most of the time goes into small pages.
+    """
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, where a mapping without a file is paged in
         return mmap.mmap(-1, size)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if sys.platform == "linux":
         # Most of the mapping is never touched, and must not count as if it were.
         flags |= getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
-    return mmap.mmap(-1, size, flags=flags)
+    memory = mmap.mmap(-1, size, flags=flags)
+    if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

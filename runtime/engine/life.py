@@ -16,7 +16,7 @@ the others          nothing
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from itertools import count
 
@@ -94,6 +94,20 @@ class Choice:
     def rank(self) -> tuple[int, int, int]:
         """Who goes first: priority, then arrival, then the choice's index."""
         return self.handle.request.priority, self.handle.arrival, self.index
+
+    def turn(self, patience: int) -> tuple[int, ...]:
+        """Its rank among choices of which some were overtaken as often as anybody may be.
+
+        Those go before all others, by arrival.
+        """
+        overdue = self.overtaken >= patience
+        return (0, self.handle.arrival, self.index) if overdue else (1, *self.rank)
+
+    def overtakes(self, others: Iterable[Choice]) -> None:
+        """It gets a slot: note whom that overtakes, earlier arrivals of worse priority."""
+        for other in others:
+            if other.handle.arrival < self.handle.arrival and other.rank > self.rank:
+                other.overtaken += 1
 
     def enter(self, state: State) -> None:
         """Take note of a transition; that it is a possible one is our own invariant."""

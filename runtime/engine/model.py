@@ -76,7 +76,7 @@ class _PrefillBinding(_Binding):
 
     def __init__(self, model: Model, first: int, rows: int) -> None:
         super().__init__(model.sessions.prefill)
-        self._vocab_size = model.config.vocab_size
+        self._model = model
         self._rows = rows
         self.seqlens_k = np.zeros(rows, np.int32)
         self.total = np.zeros((), np.int32)
@@ -97,7 +97,7 @@ class _PrefillBinding(_Binding):
         del self._kept[self._fixed :]
         self.ids = np.zeros((self._rows, chunk), np.int64)
         self.logits_index = np.zeros((self._rows, logits), np.int32)
-        self.logits: FloatArray = np.zeros((self._rows, logits, self._vocab_size), np.float32)
+        self.logits = self._model.prefill_logits(self._rows, logits)
         self.input(c.INPUT_IDS, self.ids)
         self.input(c.LOGITS_INDEX, self.logits_index)
         self.output(c.LOGITS, self.logits)
@@ -122,6 +122,7 @@ class Model:
         self.min_rows = min_rows
         # Every batch size writes its logits here: the next call overwrites them anyway.
         self.decode_logits: FloatArray = np.zeros((cache.slots, 1, config.vocab_size), np.float32)
+        self._prefill_logits: FloatArray = np.zeros(0, np.float32)
         self._decode: dict[tuple[int, int], _DecodeBinding] = {}
         self._prefill: dict[tuple[int, int], _PrefillBinding] = {}
 
@@ -155,6 +156,17 @@ class Model:
         idle = self.min_rows - 1
         logits = self.decode(slot, [token_id] * (1 + idle), [length] + [0] * idle)
         return logits[:1]
+
+    def prefill_logits(self, rows: int, wanted: int) -> FloatArray:
+        """Where a prefill call writes logits [rows, wanted, vocab]; the next one overwrites them.
+
+        One piece of memory for all shapes and slots: with large vocabularies, one for each would
+        come to hundreds of megabytes.
+        """
+        size = rows * wanted * self.config.vocab_size
+        if size > self._prefill_logits.size:
+            self._prefill_logits = np.zeros(max(size, 2 * self._prefill_logits.size), np.float32)
+        return self._prefill_logits[:size].reshape(rows, wanted, self.config.vocab_size)
 
     def prefill(
         self,

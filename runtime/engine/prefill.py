@@ -9,14 +9,12 @@ from ortolan.errors import EngineError
 from ortolan.runtime.engine.chunks import next_chunk
 from ortolan.runtime.engine.emit import Emitter, repeated
 from ortolan.runtime.engine.life import Choice, State
-from ortolan.runtime.engine.pace import Pace
+from ortolan.runtime.engine.pace import LEAST_CHUNK, Pace
 from ortolan.runtime.engine.sampler import not_finite
 from ortolan.runtime.engine.sampler_row import FloatArray
 from ortolan.runtime.engine.scheduler import Scheduler
 from ortolan.runtime.engine.seams import ModelSeam
 
-# A step reads at least so many tokens, or a prompt would never end.
-_LEAST_CHUNK = 8
 # Where a prompt is scored, the logits of every position are made; this bounds their memory.
 _SCORED_CHUNK = 64
 # Prompts share a call if padding them to one length adds at most this part.
@@ -50,23 +48,36 @@ class PrefillPhase:
 
     def run(self, began: float) -> None:
         """Read prompts; `began` is when the step did."""
-        prompts = self._scheduler.residents.in_state(State.PREFILLING)
+        prompts = self._scheduler.prompts()
         if not prompts:
             return
-        left = self._chunk
-        seconds = self._pace.budget_s(len(self._scheduler.residents.in_state(State.DECODING)))
-        if seconds is not None:
-            seconds -= self._clock() - began
-            left = min(left, self._pace.tokens(seconds, prompts[0].stored))
-        for call in self._calls(self._parts(prompts, max(left, _LEAST_CHUNK))):
-            self._read(call)
+        running = len(self._scheduler.residents.in_state(State.DECODING))
+        most = self._pace.tokens(running, prompts[0].stored, self._clock() - began)
+        left = self._chunk if most is None else min(self._chunk, most)
+        for call in list(self._calls(self._parts(prompts, left))):
+            if all(choice.state is State.PREFILLING for choice, _ in call):
+                self._read(call)
+            else:  # an earlier call's events or failure ended some, whose slots are not theirs
+                self._one_by_one(call)
+
+    def probe(self) -> None:
+        """After failures in a row: is it the session? If a harmless call fails too, all ends."""
+        slot = self._scheduler.residents.free_slot()
+        if slot is None:
+            return
+        try:
+            self._model.prefill(slot, [[0, 0]], [0], [[1]])
+        except EngineError as exc:
+            self._scheduler.stop(str(exc))
+        else:
+            self._scheduler.call_succeeded()
 
     def _parts(self, prompts: list[Choice], left: int) -> list[_Part]:
         """Pieces of prompts, of about `left` tokens together."""
         parts: list[_Part] = []
         for choice in prompts:
             remaining = choice.prompt_len - choice.stored
-            if parts and left < min(remaining, _LEAST_CHUNK):
+            if parts and left < min(remaining, LEAST_CHUNK):
                 break
             most = min(left, _SCORED_CHUNK) if choice.scored else left
             parts.append((choice, next_chunk(remaining, max(most, 2))))
@@ -108,36 +119,40 @@ class PrefillPhase:
         self._scheduler.call_succeeded()
         self._pace.prefilled([len(part) for part in ids], starts, self._clock() - began)
         for row, (choice, size) in enumerate(call):
+            if choice.state is not State.PREFILLING:
+                continue  # ended by what an earlier row's reader did
             choice.stored += size
             self.prompt_tokens += size
             if choice.scored and not choice.produced:
                 self._emitter.score(choice, logits[row])
-            if choice.state is State.PREFILLING and choice.stored == choice.prompt_len:
-                self._prompt_read(choice, logits[row, -1:])
+            if choice.state is State.PREFILLING:
+                self._piece_read(choice, logits[row, -1:])
 
     def _retry(self, call: list[_Part], error: EngineError) -> None:
         """After a call that failed: one by one, so that only those that fail alone are ended."""
         if len(call) == 1:
             self._scheduler.call_failed(call[0][0].handle, error)
             return
+        self._one_by_one(call)
+
+    def _one_by_one(self, call: list[_Part]) -> None:
         for part in call:
             if part[0].state is State.PREFILLING:
                 self._read([part])
 
-    def _prompt_read(self, choice: Choice, logits: FloatArray) -> None:
-        """A prompt's last logits [1, vocab]: first tokens, of its other choices too."""
-        if choice.handle.limit == 0:
-            self._scheduler.keep_prefix(choice)
-            self._emitter.finish(choice, "length")
-            return
-        if choice.produced:  # it was preempted; what follows is known
-            self._scheduler.keep_prefix(choice)
-            self._scheduler.start_decoding(choice)
-            return
-        if not math.isfinite(float(logits.max())):  # so is its KV, which nobody may find
+    def _piece_read(self, choice: Choice, logits: FloatArray) -> None:
+        """A piece's last logits [1, vocab], which depend on all KV up to there."""
+        if not math.isfinite(float(logits.max())):  # nor may the KV be, and nobody may find it
             self._scheduler.fail(choice.handle, not_finite())
             return
         self._scheduler.keep_prefix(choice)
-        choices = [choice, *self._scheduler.fork(choice)]
-        self._scheduler.start_decoding(choice)
-        self._emitter.draw(choices, repeated(logits, len(choices)))
+        if choice.stored < choice.prompt_len:
+            return
+        if choice.handle.limit == 0:
+            self._emitter.finish(choice, "length")
+        elif choice.produced:  # it was preempted; what follows is known
+            self._scheduler.start_decoding(choice)
+        else:
+            choices = [choice, *self._scheduler.fork(choice)]
+            self._scheduler.start_decoding(choice)
+            self._emitter.draw(choices, repeated(logits, len(choices)))

@@ -12,6 +12,7 @@ import numpy as np
 from ortolan.runtime.engine.kv_cache import KvCache, anonymous_memory
 
 BLOCK = 16  # tokens
+_STALE_ENTRIES = 64  # of the heap, beside twice the blocks, before they are taken out
 
 
 @dataclass(eq=False, slots=True)
@@ -49,9 +50,9 @@ class PrefixCounts:
 class PrefixCache:
     """A radix tree over blocks of 16 tokens, with reference counts and a budget in bytes.
 
-    Blocks are copies: a prompt's KV goes in when it has been read, and comes out into another
-    slot when a prompt begins alike. Only KV that prefill wrote may be stored (rule 1b). Trees of
-    different salts share nothing. The least recently used leaf makes room for a new block.
+    Blocks are copies: a prompt's KV goes in as it is read, and comes out into another slot when
+    a prompt begins alike. Only KV that prefill wrote may be stored (rule 1b). Trees of different
+    salts share nothing. The least recently used leaf makes room for a new block.
     """
 
     def __init__(self, cache: KvCache, budget_bytes: int) -> None:
@@ -60,7 +61,7 @@ class PrefixCache:
         shape = (layers2, heads, BLOCK, head_dim)
         block_bytes = int(np.prod(shape)) * cache.array.itemsize
         self.capacity = budget_bytes // block_bytes
-        self._memory = anonymous_memory(max(self.capacity, 1) * block_bytes)
+        self._memory = anonymous_memory(max(self.capacity, 1) * block_bytes, huge_pages=True)
         self._pool = np.frombuffer(self._memory, cache.array.dtype)
         self._pool = self._pool.reshape(max(self.capacity, 1), *shape)
         self._free = list(range(self.capacity))[::-1]
@@ -78,7 +79,7 @@ class PrefixCache:
     def find(self, salt: str, ids: Sequence[int], most: int) -> Path:
         """The longest stored beginning of `ids`, of at most `most` tokens, held."""
         node = root = self._roots.get(salt) or _Node(None, (), -1, salt=salt)
-        nodes = []
+        nodes: list[_Node] = []
         while len(nodes) * BLOCK < most:
             start = len(nodes) * BLOCK
             child = node.children.get(tuple(ids[start : start + BLOCK]))
@@ -100,29 +101,45 @@ class PrefixCache:
                 node.block, :, :, :size
             ]
 
-    def store(self, path: Path, ids: Sequence[int], slot: int) -> None:
-        """Keep the full blocks of a prompt that was read into `slot`; `path` is held."""
-        root = node = self._roots.setdefault(path.root.salt, path.root)
-        added = []
-        for start in range(0, len(ids) - BLOCK + 1, BLOCK):
-            key = tuple(ids[start : start + BLOCK])
-            child = node.children.get(key)
+    def extend(self, path: Path, ids: Sequence[int], slot: int) -> Path:
+        """Keep the full blocks of `ids`, a prompt's beginning that was read into `slot`.
+
+        `path` is held and begins like `ids`; the path that takes its place is held, too. It ends
+        early where nothing can make room.
+        """
+        if len(ids) // BLOCK <= len(path.nodes):
+            return path
+        self._roots[path.root.salt] = root = self._roots.get(path.root.salt) or path.root
+        if not path.nodes:
+            path = Path(root, (), path.tokens)  # another request of this salt may have made it
+        nodes = list(path.nodes)
+        node = nodes[-1] if nodes else root
+        for start in range(len(nodes) * BLOCK, len(ids) - BLOCK + 1, BLOCK):
+            child = self._child(node, tuple(ids[start : start + BLOCK]), start, slot)
             if child is None:
-                block = self._take_block()
-                if block is None:
-                    break
-                self._pool[block] = self._cache.array[:, slot, :, start : start + BLOCK]
-                child = node.children[key] = _Node(node, key, block)
-                self.counts.stored_blocks += 1
+                break
             # Held, so that making room for the next block does not evict this one.
             child.references += 1
-            added.append(child)
+            nodes.append(child)
             node = child
-        self._release(added)
         if root.children:  # it may have been dropped when its last leaf made room
             self._roots[root.salt] = root
         else:
             self._roots.pop(root.salt, None)
+        return Path(path.root, tuple(nodes), path.tokens)
+
+    def _child(self, node: _Node, key: tuple[int, ...], start: int, slot: int) -> _Node | None:
+        """The block of tokens `key` below a node, copied from the slot if it is not there yet."""
+        child = node.children.get(key)
+        if child is not None:
+            return child
+        block = self._take_block()
+        if block is None:
+            return None
+        self._pool[block] = self._cache.array[:, slot, :, start : start + BLOCK]
+        child = node.children[key] = _Node(node, key, block)
+        self.counts.stored_blocks += 1
+        return child
 
     def release(self, path: Path) -> None:
         """Let go of a path; its blocks may be evicted again."""
@@ -170,6 +187,10 @@ class PrefixCache:
     def _offer(self, node: _Node) -> None:
         if node.parent is not None and not node.references and not node.children:
             heapq.heappush(self._evictable, (node.used, next(self._order), node))
+        # Every use leaves an entry, and where nothing has to make room, none would be taken out.
+        if len(self._evictable) > 2 * self.blocks + _STALE_ENTRIES:
+            self._evictable = [entry for entry in self._evictable if _current(*entry)]
+            heapq.heapify(self._evictable)
 
     def _take_block(self) -> int | None:
         return self._free.pop() if self._free else self._evict()
@@ -177,10 +198,12 @@ class PrefixCache:
     def _evict(self) -> int | None:
         """The block of the least recently used leaf that nobody holds."""
         while self._evictable:
-            used, _, node = heapq.heappop(self._evictable)
-            parent = node.parent
-            if parent is None or node.used != used or node.references or node.children:
+            entry = heapq.heappop(self._evictable)
+            if not _current(*entry):
                 continue
+            node = entry[2]
+            parent = node.parent
+            assert parent is not None
             del parent.children[node.tokens]
             node.parent = None
             self.counts.evicted_blocks += 1
@@ -189,3 +212,9 @@ class PrefixCache:
                 self._roots.pop(parent.salt, None)
             return node.block
         return None
+
+
+def _current(used: int, order: int, node: _Node) -> bool:
+    """Whether an entry of the heap is of a leaf that may go, and of its last use."""
+    evicted = node.parent is None
+    return not (evicted or node.references or node.children) and node.used == used

@@ -1,4 +1,4 @@
-"""Logits to tokens: runs the sampling graph over a batch and draws one token per row.
+"""Logits to tokens: finds the likeliest of each row and draws one of them.
 
 A row's token depends on its logits, its settings, its seed and its position alone: not on the
 other rows, nor on how many candidates were fetched.
@@ -14,13 +14,14 @@ import numpy as np
 import onnxruntime as ort
 
 from ortolan.errors import EngineError
-from ortolan.runtime.engine.sampler_choice import choose
-from ortolan.runtime.engine.sampler_graph import Candidates, SampleGraph
+from ortolan.runtime.engine.sampler_choice import Candidates, choose
+from ortolan.runtime.engine.sampler_graph import SampleGraph
+from ortolan.runtime.engine.sampler_host import HostSampler
 from ortolan.runtime.engine.sampler_row import FloatArray, SamplerRow
 from ortolan.runtime.params import SamplingParams
 
 # Candidates fetched at first, the factor while they do not suffice, and where to give up and
-# fetch all: TopK of one row of 49,152 takes 0.05, 0.08, 0.8, 3.2 and 4.4 ms for k = 64, 512,
+# fetch all: of one row of 49,152, that takes 0.02, 0.03, 0.5, 3.2 and 5.0 ms for k = 64, 512,
 # 4,096, 32,768 and all.
 _FIRST_CANDIDATES = 64
 _MORE = 8
@@ -47,9 +48,9 @@ class Sampler:
     """
 
     def __init__(self, session: ort.InferenceSession, num_valid: int) -> None:
-        self._graph = SampleGraph(session, num_valid)
+        self._graph = SampleGraph(session, num_valid)  # for logits on a device
+        self._host = HostSampler(num_valid)
         self._num_valid = num_valid
-        self._scratch: FloatArray = np.empty(num_valid, np.float32)
         self._neutral = SamplerRow(SamplingParams(temperature=0.0), (), num_valid)
 
     def sample(
@@ -74,7 +75,7 @@ class Sampler:
         unscored: dict[int, tuple[int, float]] = {}  # row -> token and its own logit
         while pending:
             block, block_rows, places = self._block(logits, rows, pending)
-            found = self._graph.run(block, block_rows, k)
+            found = self._candidates(block, block_rows, k)
             self._draw(found, rows, pending, places, drawn, unscored)
             pending = [index for index in pending if drawn[index] is None]
             k = min(k * _MORE, self._num_valid) if k < _MOST_CANDIDATES else self._num_valid
@@ -87,9 +88,8 @@ class Sampler:
 
         Raises EngineError for logits that are not finite.
         """
-        found = self._graph.run(
-            logits, [self._neutral] * len(token_ids), self._candidates_for(max(1, count))
-        )
+        neutral = [self._neutral] * len(token_ids)
+        found = self._candidates(logits, neutral, self._candidates_for(max(1, count)))
         if not np.isfinite(found.log_sum_exp).all():
             raise not_finite()
         return [
@@ -98,13 +98,16 @@ class Sampler:
         ]
 
     def _argmax(self, logits: FloatArray, row: SamplerRow) -> Sampled | EngineError:
-        valid = logits[: self._num_valid]
-        if row.num_adjusted:
-            np.copyto(self._scratch, valid)
-            valid = self._scratch
-            row.apply(valid)
+        valid = self._host.adjusted(logits, row)
         token_id = int(valid.argmax())  # lowest id on ties; a NaN counts as largest
         return Sampled(token_id) if math.isfinite(valid[token_id]) else not_finite()
+
+    def _candidates(
+        self, logits: FloatArray | ort.OrtValue, rows: Sequence[SamplerRow], k: int
+    ) -> Candidates:
+        if isinstance(logits, np.ndarray):
+            return self._host.run(logits, rows, k)
+        return self._graph.run(logits, rows, k)
 
     def _first_k(self, row: SamplerRow) -> int:
         wanted = row.params.logprobs or 1
@@ -190,7 +193,7 @@ class Sampler:
         block, block_rows, places = self._block(logits, rows, list(unscored))
         counts = {index: rows[index].params.logprobs or 0 for index in unscored}
         k = self._candidates_for(max(1, *counts.values()))
-        found = self._graph.run(block, [self._neutral] * len(block_rows), k)
+        found = self._candidates(block, [self._neutral] * len(block_rows), k)
         for place, (index, (token_id, raw)) in zip(places, unscored.items(), strict=True):
             drawn[index] = _scored(found, place, token_id, raw, counts[index])
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
+from ortolan.runtime.engine.sampler_row import FloatArray, IdArray
 from ortolan.runtime.params import SamplingParams
 
 Array = NDArray[np.float64]
+
+
+@dataclass
+class Candidates:
+    """The likeliest tokens of each row and what their probabilities need; see graphs/sample.py."""
+
+    ids: IdArray  # [batch, k]
+    logits: FloatArray  # [batch, k], adjusted, descending
+    raw_logits: FloatArray  # [batch, k], the model's own
+    log_sum_exp: FloatArray  # [batch], relative to the largest logit; NaN for a broken row
+    temperature: FloatArray  # [batch]
 
 
 def choose(

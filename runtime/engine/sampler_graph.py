@@ -10,6 +10,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from ortolan.errors import EngineError
+from ortolan.runtime.engine.sampler_choice import Candidates
 from ortolan.runtime.engine.sampler_row import FloatArray, IdArray, SamplerRow
 
 # Bindings with more candidates are rare and large: made for one run, not kept.
@@ -18,17 +19,12 @@ _LEAST_ADJUSTMENTS = 16
 
 
 @dataclass
-class Candidates:
-    """The likeliest tokens of each row, and the buffers they come in; see graphs/sample.py.
+class _Bound(Candidates):
+    """Candidates and the rest of the graph's buffers.
 
     Bound once per shape; runs after the first only write into the buffers.
     """
 
-    ids: IdArray  # [batch, k]
-    logits: FloatArray  # [batch, k], adjusted, descending
-    raw_logits: FloatArray  # [batch, k], the model's own
-    log_sum_exp: FloatArray  # [batch], relative to the largest logit
-    temperature: FloatArray  # [batch], in
     adjustments: tuple[IdArray, FloatArray, FloatArray]  # ids, scale, bias [batch, m], in
     constants: tuple[IdArray, IdArray]  # num_valid, k [1], in
     io: ort.IOBinding
@@ -49,7 +45,7 @@ class SampleGraph:
         self._num_valid = num_valid
         # Other providers copy an input when it is bound, so that later writes go unseen.
         self._binds_by_reference = session.get_providers() == ["CPUExecutionProvider"]
-        self._bindings: dict[tuple[int, int, int], Candidates] = {}
+        self._bindings: dict[tuple[int, int, int], _Bound] = {}
 
     def run(
         self, logits: FloatArray | ort.OrtValue, rows: Sequence[SamplerRow], k: int
@@ -76,8 +72,8 @@ class SampleGraph:
         self._session.run_with_iobinding(found.io)
         return found
 
-    def _bind(self, batch: int, k: int, m: int) -> Candidates:
-        found = Candidates(
+    def _bind(self, batch: int, k: int, m: int) -> _Bound:
+        found = _Bound(
             ids=np.empty((batch, k), np.int64),
             logits=np.empty((batch, k), np.float32),
             raw_logits=np.empty((batch, k), np.float32),
@@ -104,7 +100,7 @@ class SampleGraph:
         return found
 
 
-def _bind_inputs(found: Candidates) -> None:
+def _bind_inputs(found: _Bound) -> None:
     inputs: dict[str, NDArray[np.generic]] = {
         "adjust_ids": found.adjustments[0],
         "adjust_scale": found.adjustments[1],
@@ -117,7 +113,7 @@ def _bind_inputs(found: Candidates) -> None:
         found.io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
 
 
-def _bind_logits(found: Candidates, logits: FloatArray | ort.OrtValue) -> None:
+def _bind_logits(found: _Bound, logits: FloatArray | ort.OrtValue) -> None:
     if isinstance(logits, np.ndarray):
         # `source` keeps the memory alive while it is bound.
         logits = found.source = np.ascontiguousarray(logits)

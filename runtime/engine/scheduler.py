@@ -13,10 +13,12 @@ from ortolan.runtime.engine.residents import Residents
 from ortolan.runtime.engine.waiting import WaitingQueue
 from ortolan.runtime.params import EngineConfig, FinishReason
 
-# So many calls that fail one after the other are the session's fault, not the requests'.
-_FAILURES_THAT_BREAK = 3
+# So many calls that fail one after the other may be the sessions' fault, not the requests'.
+_FAILURES_OF_SESSIONS = 3
 # A dead row in the middle costs each step about as much as moving the KV of so many tokens.
 _TOKENS_PER_DEAD_ROW = 32
+# So many requests with a deadline are held at least before those that have ended are sought.
+_DEADLINES = 32
 
 
 class Scheduler:
@@ -40,7 +42,9 @@ class Scheduler:
         self.preemptions = 0
         self.ended: Counter[str] = Counter()
         self._cache = cache
-        self._deadlines: list[tuple[float, int, RequestHandle]] = []
+        self._patience = config.priority_patience
+        self._deadlines: list[tuple[float, int, RequestHandle]] = []  # a heap
+        self._deadlines_kept = 0  # of it, after ended requests were last taken out
         self._failures = 0  # calls that failed since the last one that did not
         self._dead_rows = 0  # rows decoded for nothing since the last move
 
@@ -61,8 +65,17 @@ class Scheduler:
         """A new request's first choice queues; the others wait for its prompt to be read."""
         first, *handle.forks = handle.choices
         if handle.deadline is not None:
+            self._forget_ended()
             heapq.heappush(self._deadlines, (handle.deadline, handle.arrival, handle))
         self.queue.add(first)
+
+    def _forget_ended(self) -> None:
+        # Otherwise a request that has ended would be held until its time is over. Taken out when
+        # the heap has doubled, which costs constant time per request.
+        if len(self._deadlines) > 2 * self._deadlines_kept + _DEADLINES:
+            self._deadlines = [item for item in self._deadlines if not item[2].done]
+            heapq.heapify(self._deadlines)
+            self._deadlines_kept = len(self._deadlines)
 
     def expire(self, now: float) -> None:
         """End requests whose time is over."""
@@ -74,9 +87,12 @@ class Scheduler:
                 self.end(handle, State.TIMED_OUT, error)
 
     def make_room(self) -> None:
-        """Preempt the youngest of the worst priority while running requests outgrow the budget."""
+        """Preempt the youngest of the worst priority while running requests outgrow the budget.
+
+        Those who were overtaken as often as anybody may be are the last to go.
+        """
         while self.residents.kv_tokens > self.residents.budget:
-            choice = self.residents.youngest()
+            choice = self.residents.to_preempt(self._patience)
             assert choice is not None
             self.preemptions += 1
             self._move(choice, State.PREEMPTED)
@@ -103,6 +119,11 @@ class Scheduler:
 
     # From prompt to answer.
 
+    def prompts(self) -> list[Choice]:
+        """Those whose prompts are being read, in their turn."""
+        found = self.residents.in_state(State.PREFILLING)
+        return sorted(found, key=lambda choice: choice.turn(self._patience))
+
     def fork(self, choice: Choice) -> list[Choice]:
         """Choices that start from a copy of the first one's KV; those without room queue."""
         handle, forked = choice.handle, []
@@ -120,9 +141,13 @@ class Scheduler:
         return forked
 
     def keep_prefix(self, choice: Choice) -> None:
-        """Store the KV of a prompt that has been read, whose logits are finite (rule 1b)."""
+        """Store the KV of what has been read of a prompt, whose logits are finite (rule 1b).
+
+        After every piece: storing a long prompt at once would stall the running rows.
+        """
         if self.prefix is not None and choice.path is not None:
-            self.prefix.store(choice.path, choice.tokens[: choice.prompt_len], choice.slot)
+            read = choice.tokens[: min(choice.stored, choice.prompt_len)]
+            choice.path = self.prefix.extend(choice.path, read, choice.slot)
 
     def start_decoding(self, choice: Choice) -> None:
         """The prompt has been read."""
@@ -173,11 +198,20 @@ class Scheduler:
         self._failures = 0
 
     def call_failed(self, handle: RequestHandle, error: EngineError) -> None:
-        """A call for this request alone failed; several in a row break the engine."""
+        """A call for this request alone failed."""
         self.fail(handle, error)
         self._failures += 1
-        if self._failures >= _FAILURES_THAT_BREAK:
-            self.stop(str(error))
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether so many calls failed in a row that the sessions themselves may be at fault."""
+        return self._failures >= _FAILURES_OF_SESSIONS
+
+    def break_off(self, reason: str) -> None:
+        """A step did not come to its end: neither can what was running."""
+        for choice in tuple(self.residents):
+            error = EngineError(f"a step of the engine broke off ({reason})")
+            self.end(choice.handle, State.FAILED, error)
 
     def stop(self, reason: str) -> None:
         """Nothing can run any more: end everything."""
@@ -193,6 +227,8 @@ class Scheduler:
             handle.forks.remove(choice)
         elif choice.state in QUEUED and state in RESIDENT:
             self.queue.admit(choice)
+            # A prompt that is being read waits too: better ones are read first.
+            choice.overtakes(self.residents.in_state(State.PREFILLING))
         elif choice.state in QUEUED:
             self.queue.remove(choice)
         if choice.path is not None:

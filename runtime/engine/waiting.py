@@ -32,14 +32,19 @@ class WaitingQueue:
         return iter(self._choices)
 
     def check_room(self, choices: int, tokens: int, retry_after_s: float) -> None:
-        """Raises OverloadedError if another request does not fit beside those that wait."""
+        """Raises OverloadedError if another request does not fit beside those that wait.
+
+        Where nothing waits, any request may: it would not fit better later.
+        """
+        if not self._choices:
+            return
         if len(self) + choices > self._max_requests:
             raise OverloadedError(
                 f"{len(self)} requests are waiting, and at most {self._max_requests} may; "
                 f"try again in {retry_after_s:.0f} s",
                 retry_after_s,
             )
-        if self._choices and self.tokens + tokens > self._max_tokens:
+        if self.tokens + tokens > self._max_tokens:
             raise OverloadedError(
                 f"{self.tokens} prompt tokens are waiting, and at most {self._max_tokens} may; "
                 f"try again in {retry_after_s:.0f} s",
@@ -62,12 +67,10 @@ class WaitingQueue:
             return None
         overdue = [choice for choice in self._choices if choice.overtaken >= self._patience]
         if overdue:
-            return min(overdue, key=lambda choice: choice.handle.arrival)
+            return min(overdue, key=lambda choice: choice.turn(self._patience))
         return self._choices[0]
 
     def admit(self, choice: Choice) -> None:
-        """Take out `choice`, and note whom it overtakes: earlier arrivals of worse priority."""
+        """Take out `choice`, which overtakes some of the others."""
         self.remove(choice)
-        for other in self._choices:
-            if other.handle.arrival < choice.handle.arrival and other.rank > choice.rank:
-                other.overtaken += 1
+        choice.overtakes(self._choices)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ortolan.errors import RequestError
-from ortolan.runtime.params import Completion, SamplingParams, TokenEvent, Usage
+from ortolan.errors import EngineError, RequestError
+from ortolan.runtime.params import Completion, Request, SamplingParams, TokenEvent, Usage
 
 
 class FakeLLM:
@@ -32,6 +32,8 @@ class FakeLLM:
         self.asked: list[Any] = []
         self.params: list[SamplingParams | None] = []
         self.sampling_defaults: dict[str, Any] = {}
+        self.continues: list[bool] = []
+        self.fails_at = 0  # which request of `run`, from 1
         self.closed = False
         self.streams_closed = 0
         self.tokenizer = SimpleNamespace(encode=lambda text: [len(text)])
@@ -65,6 +67,7 @@ class FakeLLM:
         return self.stream([dict(message) for message in messages], params)
 
     def encode_chat(self, messages: Sequence[Any]) -> list[int]:
+        self.asked.append([dict(message) for message in messages])
         return [len(messages)]
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int] | None = None) -> Any:
@@ -74,6 +77,28 @@ class FakeLLM:
         count = params.max_tokens or 0
         ids = tuple(range(count))
         return [Completion("", ids, "length", Usage(1, count), ttft_s=0.0)]
+
+    def encode(self, prompt: Any) -> list[int]:
+        self.asked.append(prompt)
+        return [len(prompt)]
+
+    def check(self, request: Request) -> None:
+        if request.params.max_tokens == 666:
+            raise RequestError("max_tokens is 666; the model refuses")
+
+    def run(self, requests: Sequence[Request]) -> Iterator[list[Completion]]:
+        for request in requests:
+            self.params.append(request.params)
+            self.continues.append(request.continues)
+            time.sleep(self.delay_s)
+            if self.fails_at == len(self.params):
+                raise EngineError("the model's outputs are not finite")
+            ids = tuple(range(len(self.pieces)))
+            usage = Usage(5, len(ids), cached_tokens=3)
+            yield [
+                Completion(f"{''.join(self.pieces)}{choice or ''}", ids, "stop", usage, ttft_s=0.5)
+                for choice in range(request.params.n)
+            ]
 
     def _events(self) -> Iterator[TokenEvent]:
         try:

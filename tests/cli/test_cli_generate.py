@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import pytest
 from click.testing import Result
 
 from ortolan.cli import output
+from ortolan.cli.generate import generate
+from ortolan.cli.options import SHARING, option_name
 from ortolan.runtime.params import EngineConfig, SamplingParams
 
 Run = Callable[..., Result]
@@ -88,7 +91,8 @@ def test_every_sampling_option_reaches_the_model(run: Run, fake: Any) -> None:
     options = (
         "--max-tokens 9 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 7 "
         "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty -0.3 --ignore-eos "
-        "--stop END --stop . --logit-bias 5=-2.5 --logit-bias 6=1"
+        "--stop END --stop . --logit-bias 5=-2.5 --logit-bias 6=1 --stop-token-ids 3 "
+        "--stop-token-ids 4"
     )
     assert run("generate", "bundle", "x", *options.split()).exit_code == 0
     assert fake.params == [
@@ -105,8 +109,15 @@ def test_every_sampling_option_reaches_the_model(run: Run, fake: Any) -> None:
             ignore_eos=True,
             stop=("END", "."),
             logit_bias={5: -2.5, 6: 1.0},
+            stop_token_ids=(3, 4),
         )
     ]
+
+
+def test_every_field_of_sampling_has_an_option() -> None:
+    """What Python can ask for, the command line can."""
+    options = {name for param in generate.params for name in param.opts}
+    assert {option_name(item.name) for item in dataclasses.fields(SamplingParams)} <= options
 
 
 @pytest.mark.parametrize(
@@ -183,7 +194,51 @@ def test_engine_options_reach_load_with_the_fields_defaults(run: Run, fake: Any)
         "cache_dir": "there",
         "max_context": 64,
         "accuracy": "exact",
+        **{name: getattr(EngineConfig(), name) for name in SHARING},
     }
+    run(
+        *("generate", "bundle", "x", "--max-slots", "3", "--kv-tokens", "99"),
+        *("--prefix-cache-mb", "0", "--prefill-chunk", "32", "--gap-steps", "2", "--gap-ms", "9"),
+    )
+    assert {name: fake.loaded[1][name] for name in SHARING} == {
+        "max_slots": 3,
+        "kv_tokens": 99,
+        "prefix_cache_mb": 0,
+        "prefill_chunk": 32,
+        "gap_steps": 2.0,
+        "gap_ms": 9.0,
+    }
+
+
+def test_wrong_engine_setting_is_refused_before_the_model_is_loaded(run: Run, fake: Any) -> None:
+    """As a wrong sampling setting is."""
+    done = run("generate", "bundle", "x", "--gap-steps", "1")
+    assert done.exit_code == 2
+    assert "--gap-steps is 1.0" in done.stderr
+    assert fake.loaded is None
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_several_answers_are_told_apart(run: Run, fake: Any, chat: bool) -> None:
+    """Two texts in a row could be one."""
+    options = ["--chat"] if chat else []
+    done = run("generate", "bundle", "x", "-n", "2", *options)
+    assert done.stdout == "--- 1 of 2 ---\nHello wörld 🐦\n--- 2 of 2 ---\nHello wörld 🐦1\n"
+    assert done.stderr.startswith("2 answers, 6 tokens generated in ")
+    assert fake.continues == [not chat]
+    assert fake.params == [SamplingParams(n=2)]  # greedy ones would be the same
+    found = json.loads(run("generate", "bundle", "x", "--n", "2", "--json").stdout)
+    assert [answer["text"] for answer in found] == ["Hello wörld 🐦", "Hello wörld 🐦1"]
+
+
+def test_log_probabilities_need_json(run: Run, fake: Any) -> None:
+    """An option that shows nothing is a mistake."""
+    for option in ("--logprobs", "--prompt-logprobs"):
+        done = run("generate", "bundle", "x", option, "1")
+        assert done.exit_code == 2
+        assert "add --json" in done.stderr
+    assert run("generate", "bundle", "x", "--json", "--logprobs", "2").exit_code == 0
+    assert fake.params[0].logprobs == 2
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_usable_cores_respect_the_containers_quota(
     """More threads than the quota allows wait for each other at every operator."""
     folder = tmp_path_factory.mktemp("cgroup")
     monkeypatch.setattr("ortolan.runtime.machine._CGROUP", folder)
+    monkeypatch.setattr("ortolan.runtime.machine._CPUS", folder)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
     assert usable_cores() == 8
     (folder / "cpu.max").write_text("max 100000\n")
@@ -74,3 +75,20 @@ def test_usable_cores_respect_the_containers_quota(
     assert usable_cores() == 3
     (folder / "cpu.max").write_text("1000 100000\n")
     assert usable_cores() == 1
+
+
+def test_hyperthreads_of_a_core_count_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A thread on each of them would share one core's vector units, and wait at every operator."""
+    folder = tmp_path_factory.mktemp("cpus")
+    monkeypatch.setattr("ortolan.runtime.machine._CGROUP", folder)
+    monkeypatch.setattr("ortolan.runtime.machine._CPUS", folder)
+    for cpu in range(8):
+        topology = folder / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    assert usable_cores() == 4
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 4, 5}, raising=False)
+    assert usable_cores() == 2

@@ -30,9 +30,13 @@ def make_session(vocab_size: int) -> ort.InferenceSession:
 SESSION = make_session(VOCAB)
 
 
-@pytest.fixture(scope="module")
-def sampler() -> Sampler:
-    return Sampler(SESSION, NUM_VALID)
+@pytest.fixture(scope="module", params=["host", "graph"])
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    """Both ways to find candidates: numpy, and the graph that logits on a device take."""
+    sampler = Sampler(SESSION, NUM_VALID)
+    if request.param == "graph":
+        sampler._candidates = sampler._graph.run  # type: ignore[method-assign]
+    return sampler
 
 
 def row_of(params: SamplingParams, prompt: Sequence[int] = (), answer: Sequence[int] = ()) -> Any:
@@ -168,11 +172,18 @@ def test_a_device_value_gives_the_same(sampler: Sampler, monkeypatch: pytest.Mon
     """Logits that stay on a device take another path through the code, to the same tokens."""
     logits = random_logits(9, batch=16, spread=1.5)
     rows = [row_of(BATCH_PARAMS[i % 8], [i, i + 1], range(3 * i)) for i in range(13)]
-    expected = sampler.sample(logits, rows)
+    expected = Sampler(SESSION, NUM_VALID).sample(logits, rows)
     value = ort.OrtValue.ortvalue_from_numpy(logits)
     monkeypatch.setattr(ort.OrtValue, "device_name", lambda self: "elsewhere")
     monkeypatch.setattr(sampler._graph, "_binds_by_reference", False)
-    assert sampler.sample(value, rows) == expected
+    for found, host in zip(sampler.sample(value, rows), expected, strict=True):
+        assert isinstance(found, Sampled)
+        assert isinstance(host, Sampled)
+        assert found.token_id == host.token_id
+        assert [i for i, _ in found.top_logprobs] == [i for i, _ in host.top_logprobs]
+        # The two add up in another order.
+        assert (found.logprob is None) == (host.logprob is None)
+        assert found.logprob is None or found.logprob == pytest.approx(host.logprob, abs=1e-6)
 
 
 def test_the_batch_may_hold_more_rows_than_are_live(sampler: Sampler) -> None:
@@ -190,9 +201,9 @@ def test_logits_written_into_the_same_buffer_are_seen(sampler: Sampler) -> None:
     rows = [row_of(SamplingParams(seed=1)), row_of(SamplingParams(seed=2, top_k=3))]
     for step in range(5):
         buffer[:] = random_logits(20 + step, batch=2)
-        assert sampler.sample(buffer, rows) == Sampler(SESSION, NUM_VALID).sample(
-            buffer.copy(), rows
-        )
+        seen = sampler.sample(buffer, rows)
+        assert seen == sampler.sample(buffer.copy(), rows)
+        assert seen == Sampler(SESSION, NUM_VALID).sample(buffer.copy(), rows)
 
 
 def test_adjustments_of_an_earlier_step_are_gone(sampler: Sampler) -> None:

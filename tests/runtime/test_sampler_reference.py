@@ -32,9 +32,13 @@ def make_session(vocab_size: int) -> ort.InferenceSession:
 SESSION = make_session(VOCAB)
 
 
-@pytest.fixture(scope="module")
-def sampler() -> Sampler:
-    return Sampler(SESSION, NUM_VALID)
+@pytest.fixture(scope="module", params=["host", "graph"])
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    """Both ways to find candidates: numpy, and the graph that logits on a device take."""
+    sampler = Sampler(SESSION, NUM_VALID)
+    if request.param == "graph":
+        sampler._candidates = sampler._graph.run  # type: ignore[method-assign]
+    return sampler
 
 
 def row_of(params: SamplingParams, prompt: Sequence[int] = (), answer: Sequence[int] = ()) -> Any:

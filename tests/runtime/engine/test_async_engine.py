@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -51,6 +52,17 @@ def in_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
     return run
 
 
+def slow_down(front: AsyncEngine, step_s: float = 0.01) -> None:
+    """The mock would be through with an answer before its reader has had a turn."""
+    decode = front._engine._decode.run
+
+    def slow() -> None:
+        time.sleep(step_s)
+        decode()
+
+    front._engine._decode.run = slow  # type: ignore[method-assign]
+
+
 async def read(stream: AsyncIterator[TokenEvent]) -> list[TokenEvent]:
     return [event async for event in stream]
 
@@ -89,6 +101,7 @@ async def test_slow_reader_holds_few_events_and_loses_nothing() -> None:
 async def test_cancelled_stream_ends_with_an_error() -> None:
     """Every stream ends with a finish reason or an error (vllm#52852)."""
     async with running() as (front, _):
+        slow_down(front)
         stream = await front.submit(request(4, max_tokens=80))
         await anext(stream)
         stream.cancel()
@@ -164,6 +177,7 @@ async def test_draining_ends_what_takes_too_long_with_an_error() -> None:
 async def test_a_fault_of_ours_ends_every_stream_with_the_reason() -> None:
     """vllm#52852: nobody waits for an engine that has died."""
     async with running() as (front, model):
+        slow_down(front)
         stream = await front.submit(request(4, max_tokens=80))
         model.decode = None
         with pytest.raises(EngineError, match="TypeError"):
@@ -171,3 +185,87 @@ async def test_a_fault_of_ours_ends_every_stream_with_the_reason() -> None:
         assert "TypeError" in (front.stats().broken or "")
         with pytest.raises(EngineError, match="TypeError"):
             await front.submit(request(4))
+
+
+@in_loop
+async def test_a_request_that_cannot_even_be_queued_ends_alone() -> None:
+    """A fault while one request is set up must reach its caller, and leave the thread alive."""
+    async with running() as (front, _):
+        stream = await front.submit(request(4, max_tokens=80))
+        submit, front._engine.submit = front._engine.submit, None  # type: ignore[method-assign,assignment]
+        with pytest.raises(EngineError, match="TypeError"):
+            await front.submit(request(4))
+        front._engine.submit = submit  # type: ignore[method-assign]
+        assert len(tokens(await read(stream))) == 80
+        assert len(tokens(await read(await front.submit(request(4))))) == 8
+
+
+@in_loop
+async def test_a_fault_that_even_stopping_does_not_survive_ends_every_stream() -> None:
+    """vllm#52852: whatever is broken, nobody waits for ever."""
+    async with running() as (front, model):
+        slow_down(front)
+        stream = await front.submit(request(4, max_tokens=80))
+        stop, front._engine.stop = front._engine.stop, None  # type: ignore[method-assign,assignment]
+        model.decode = None
+        with pytest.raises(EngineError, match="TypeError"):
+            await read(stream)
+        with pytest.raises(EngineError, match="TypeError"):
+            await front.submit(request(4))
+        stop("cleared for the test")
+
+
+@in_loop
+async def test_submitting_from_another_loop_while_closing_never_hangs() -> None:
+    """The check and the hand-over are two steps; a close may come between, from another thread."""
+    engine, _ = mock_engine()
+    front = AsyncEngine(engine)
+    tell = front._tell
+
+    async def late() -> None:
+        def closed_in_between(action: Callable[[], None]) -> Any:
+            front._closing = True
+            tell(lambda: None)
+            front._thread.join()
+            return tell(action)
+
+        front._tell = closed_in_between  # type: ignore[method-assign]
+        await front.submit(request(4))
+
+    with pytest.raises(EngineError, match="closed"):
+        await asyncio.wait_for(late(), 5)
+
+
+@in_loop
+async def test_draining_waits_for_a_request_that_is_being_queued() -> None:
+    """Between the inbox and the streams a request would be seen nowhere."""
+    async with running() as (front, _):
+        submit = front._engine.submit
+        busy: list[bool] = []
+
+        def watched(asked: Request) -> Any:
+            busy.append(front.busy)
+            return submit(asked)
+
+        front._engine.submit = watched  # type: ignore[method-assign]
+        await read(await front.submit(request(4)))
+        assert busy == [True]
+    assert not front.busy
+
+
+@in_loop
+async def test_streams_of_a_loop_that_has_gone_give_their_slots_back() -> None:
+    """Nobody is left to read or to cancel them."""
+    async with running() as (front, _):
+
+        def elsewhere() -> None:
+            async def leave() -> None:
+                await front.submit(request(4, max_tokens=90))
+
+            asyncio.run(leave())
+
+        slow_down(front)
+        await asyncio.to_thread(elsewhere)
+        while front.busy:
+            await asyncio.sleep(0.005)
+        assert front.stats().ended == {"cancelled": 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mock_engine import CONTEXT, END, NAN, RAISES, mock_engine
+from mock_engine import CONTEXT, END, NAN, RAISES, MockModel, mock_engine
 
 from ortolan.errors import (
     CancelledError,
@@ -279,6 +279,57 @@ def test_a_provider_without_ragged_prefill_reads_them_one_by_one() -> None:
     assert set(model.prefill_rows) == {1}
 
 
+# Pages.
+
+
+def spied_discards(model: MockModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Arguments of the calls that give pages back."""
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr(model.cache, "discard", lambda *args: calls.append(args))
+    return calls
+
+
+def finish(engine: Engine, handle: RequestHandle) -> None:
+    while not handle.done:
+        engine.step()
+
+
+def test_a_slot_keeps_its_pages_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Returning and touching them again costs short requests time; an idle engine keeps none."""
+    engine, model = mock_engine(slots=2)
+    calls = spied_discards(model, monkeypatch)
+    engine.submit(request(8, max_tokens=80))
+    for _ in range(5):
+        finish(engine, engine.submit(request(8, max_tokens=2)))
+    assert calls == [(1, 10, 8)] * 4  # what the newcomer does not count for
+    drain(engine)
+    assert {slot for slot, *_ in calls} == {0, 1}
+
+
+def test_a_slot_that_nobody_takes_gives_its_pages_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory must follow what runs, also under a load that has become small."""
+    engine, model = mock_engine(slots=2)
+    calls = spied_discards(model, monkeypatch)
+    engine.submit(request(4, max_tokens=80))
+    finish(engine, engine.submit(request(30, max_tokens=2)))
+    assert calls == []
+    for _ in range(40):
+        engine.step()
+    assert calls == [(1, 32)]
+
+
+def test_kept_pages_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget is what the memory holds, whoever the tokens belonged to."""
+    engine, model = mock_engine(slots=2, kv_budget=92)
+    calls = spied_discards(model, monkeypatch)
+    running = engine.submit(request(30, max_tokens=60))
+    finish(engine, engine.submit(request(30, max_tokens=2)))
+    while 30 + len(tokens(running)) + 32 <= 92:
+        assert calls == []
+        engine.step()
+    assert calls == [(1, 32)]
+
+
 # Prefixes.
 
 
@@ -295,6 +346,32 @@ def test_cached_tokens_are_told_apart() -> None:
         cached.append(usage.cached_tokens)
     # Whole blocks of 16, but for the last two tokens, which always run again (rule 1a).
     assert cached == [0, 32, 32, 30, 31, 15, 14]
+
+
+def test_a_cancelled_prompt_leaves_what_was_read_of_it() -> None:
+    """Storing a long prompt at its end alone would stall the running rows, and waste this."""
+    engine, _ = mock_engine(prefix_blocks=20, prefill_chunk=32)
+    handle = engine.submit(request(90))
+    engine.step()
+    engine.cancel(handle)
+    assert_empty(engine)
+    again = engine.submit(request(90))
+    drain(engine)
+    usage = again.events[-1].usage
+    assert usage is not None
+    assert usage.cached_tokens == 32
+
+
+def test_a_prompt_longer_than_the_cache_is_kept_as_far_as_it_fits() -> None:
+    """Its own blocks are held while it is read; room for more must come from others."""
+    engine, _ = mock_engine(prefix_blocks=3, prefill_chunk=16)
+    for prompt, expected in ((20, 0), (90, 16), (90, 48)):
+        handle = engine.submit(request(prompt))
+        drain(engine)
+        usage = handle.events[-1].usage
+        assert usage is not None
+        assert usage.cached_tokens == expected
+    assert_empty(engine)
 
 
 def test_tenants_share_nothing() -> None:
@@ -344,6 +421,22 @@ def test_nan_ends_one_request_and_leaves_nothing_of_it() -> None:
     assert_empty(engine)
 
 
+def test_nan_late_in_a_long_prompt_leaves_only_what_was_before_it() -> None:
+    """A prompt's KV is stored as it is read; what comes after a NaN must not be."""
+    engine, _ = mock_engine(prefix_blocks=20, prefill_chunk=16)
+    stem = [6] * 40
+    bad = engine.submit(request([*stem, NAN, *[7] * 40]))
+    drain(engine)
+    assert states(bad) == [State.FAILED]
+    again = engine.submit(request([*stem, 8, 8, *[7] * 40]))
+    drain(engine)
+    usage = again.events[-1].usage
+    assert usage is not None
+    assert usage.cached_tokens == 32  # the block that holds the NaN is not there
+    assert engine.stats().prefix_blocks == 5
+    assert_empty(engine)
+
+
 def test_nan_while_decoding_ends_one_request() -> None:
     engine, model = mock_engine()
     good, bad = engine.submit(request(20)), engine.submit(request(21))
@@ -381,6 +474,19 @@ def test_a_decode_that_raises_ends_its_request_alone(min_rows: int) -> None:
         expected = alone.submit(handle.request)
         drain(alone)
         assert tokens(handle) == tokens(expected)
+    assert engine.stats().broken is None
+
+
+def test_bad_requests_in_a_row_do_not_break_the_engine() -> None:
+    """Whoever finds a prompt that fails must not stop the server with three of them."""
+    engine, _ = mock_engine()
+    for _ in range(5):
+        bad = engine.submit(request([6, 6, RAISES]))
+        drain(engine)
+        assert isinstance(bad.error, EngineError)
+    good = engine.submit(request(9))
+    drain(engine)
+    assert good.error is None
     assert engine.stats().broken is None
 
 

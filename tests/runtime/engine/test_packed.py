@@ -133,6 +133,22 @@ def test_failed_build_leaves_nothing(
     assert entries(home) == []
 
 
+def test_no_room_for_a_copy_is_no_reason_to_fail(
+    bundle: Bundle, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are written anew for speed alone; a nearly full disk keeps them as they are."""
+
+    def full(source: Any, target: Any, length: int) -> None:
+        target.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(packed.shutil, "copyfileobj", full)
+    assert packed_graphs(bundle, provider, "default", None) is not None
+    (entry,) = entries(bundle.path / ".packed")
+    assert sorted(file.name for file in entry.iterdir()) == NAMES
+    assert (entry / "weights.packed").stat().st_size > 10**6
+
+
 def test_damaged_weights_are_never_packed(bundle: Bundle, provider: Provider) -> None:
     """Damage that gets into the cache would be served from then on."""
     weights = bundle.path / "weights.bin"

@@ -121,6 +121,45 @@ def test_answers_do_not_tell_what_else_was_running(
     assert (stats.running, stats.waiting, stats.kv_tokens) == (0, 0, 0)
 
 
+@settings(max_examples=150, deadline=None)
+@given(engines, st.lists(requests(), min_size=2, max_size=8), st.data())
+def test_readers_that_cancel_within_a_step_change_no_other_answer(
+    setup: dict[str, int], wanted: list[Request], data: st.DataObject
+) -> None:
+    """What was cut and fed for a step may have ended before its turn within the same step."""
+    engine, _ = mock_engine(**setup)  # type: ignore[arg-type]
+    handles = [engine.submit(request) for request in wanted]
+    seen: list[list[TokenEvent]] = [[] for _ in handles]
+    for index, handle in enumerate(handles):
+        at = data.draw(st.integers(1, 6))
+        victim = handles[data.draw(st.integers(0, len(handles) - 1))]
+        events = seen[index] = list(handle.events)  # a request for no tokens has ended already
+
+        def sink(
+            event: TokenEvent,
+            events: list[TokenEvent] = events,
+            at: int = at,
+            victim: RequestHandle = victim,
+        ) -> None:
+            events.append(event)
+            if len(events) == at:
+                engine.cancel(victim)
+
+        handle.sink = sink
+    run(engine, [])
+    for handle, events in zip(handles, seen, strict=True):
+        assert handle.done
+        expected = alone(handle.request)
+        if handle.error is None:
+            assert answers(events) == expected
+        else:
+            assert isinstance(handle.error, CancelledError)
+            for choice, said in answers(events).items():
+                assert said == expected[choice][: len(said)]
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.kv_tokens) == (0, 0, 0)
+
+
 def test_the_mock_tells_when_a_rule_is_broken() -> None:
     """A property that cannot fail proves nothing: KV that decode wrote gives another answer."""
     _, model = mock_engine()

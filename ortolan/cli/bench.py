@@ -1,0 +1,199 @@
+"""`ortolan bench`: where the time goes, and how far from the machine's limits it is."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ortolan.bench.cases import Plan
+from ortolan.cli.options import (
+    MAX_THREADS,
+    Function,
+    bundle_argument,
+    debug_option,
+    default_of,
+    engine_options,
+)
+from ortolan.cli.output import is_fancy, note, write, write_json
+from ortolan.errors import UsageError
+
+_MOST = 1 << 20
+
+
+class _Numbers(click.ParamType[tuple[int, ...]]):
+    """Whole numbers, separated by commas."""
+
+    name = "numbers"
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no list of whole numbers such as 1,4,16", param, ctx)
+        if not all(1 <= number <= self._most for number in numbers):
+            self.fail(f"{value!r} holds a number that is not from 1 to {self._most}", param, ctx)
+        return numbers
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _sweep(name: str, field: str, help_text: str) -> Callable[[Function], Function]:
+    """An option that sets a sequence of Plan's, from which its default is read."""
+    return click.option(
+        f"--{name}",
+        metavar="N,N,...",
+        type=_Numbers(),
+        default=_shown(default_of(Plan, field)),
+        show_default=True,
+        help=help_text,
+    )
+
+
+@click.command(short_help="Measure speed, and how far it is from the machine's limits.")
+@bundle_argument
+@click.option(
+    "--threads",
+    metavar="N,N,...",
+    type=_Numbers(MAX_THREADS),
+    help="Numbers of threads, each in a process of its own.  "
+    "[default: the cores that this process may use]",
+)
+@_sweep("batch", "batches", "Rows that decode together.")
+@_sweep("prompt", "prompts", "Lengths of prompts.")
+@_sweep("context", "contexts", "Tokens that a row holds before decode.")
+@click.option(
+    "--repeat",
+    metavar="N",
+    type=click.IntRange(1, 1000),
+    default=default_of(Plan, "repeat"),
+    show_default=True,
+    help="Rounds, each of which runs every case once.",
+)
+@click.option(
+    "--steps",
+    metavar="N",
+    type=click.IntRange(2, 4096),
+    default=default_of(Plan, "steps"),
+    show_default=True,
+    help="Tokens that a decode case makes in a round.",
+)
+@click.option("--profile", is_flag=True, help="Time per operator and per kind of layer, too.")
+@click.option(
+    "--against",
+    metavar="NAME:PATH",
+    multiple=True,
+    help="Another engine in the same rounds: llama.cpp:FILE.gguf, genai:FOLDER, openvino:FILE.",
+)
+@click.option(
+    "--llama-bin",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="Where llama-bench and llama-batched-bench are, if not on PATH.",
+)
+@click.option(
+    "--output",
+    type=click.Choice(("table", "json", "csv")),
+    default="table",
+    show_default=True,
+    help="The form of the report.",
+)
+@click.option(
+    "--plot",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Draw batch scaling, context scaling and roofline: FILE.png, FILE.svg, or both.",
+)
+@click.option("--quick", is_flag=True, help="Small measurements of the machine; for tests.")
+@engine_options("provider", "cache_dir", "accuracy")
+@debug_option
+def bench(
+    bundle: Path,
+    threads: tuple[int, ...] | None,
+    batch: tuple[int, ...],
+    prompt: tuple[int, ...],
+    context: tuple[int, ...],
+    repeat: int,
+    steps: int,
+    profile: bool,
+    against: tuple[str, ...],
+    llama_bin: Path | None,
+    output: str,
+    plot: Path | None,
+    quick: bool,
+    engine: dict[str, Any],
+) -> None:
+    """Measure BUNDLE's speed, prefill and decode apart, beside the bound that each one hits.
+
+    Bytes and operations are counted from the graphs; the machine's read bandwidth and matrix
+    peak are measured in the same rounds. Figures are medians over the rounds; a warm-up run of
+    every case is left out. Needs the extra bench.
+    """
+    from ortolan.optional import require
+
+    for package, extra in (("onnx", "bench"), ("onnxruntime", "cpu")):
+        require(package, extra, "ortolan bench")
+    if plot is not None:
+        require("matplotlib", "bench", "--plot")
+        from ortolan.bench.plot import check_target
+
+        check_target(plot)
+    from ortolan.bench.report import as_csv, document
+    from ortolan.bench.run import run_bench
+    from ortolan.runtime.machine import usable_cores
+
+    if len({spec.partition(":")[0] for spec in against}) < len(against):
+        raise UsageError("--against names one engine twice; compare with one of a kind at a time")
+    plan = Plan(
+        threads=threads or (usable_cores(),),
+        batches=batch,
+        prompts=prompt,
+        contexts=context,
+        steps=steps,
+        repeat=repeat,
+        quick=quick,
+        profile=profile,
+        engine=engine,
+    )
+    try:
+        results = run_bench(bundle, plan, against, llama_bin, _progress)
+    finally:
+        _progress("")
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    found = document(results, bundle.absolute().name, when)
+    if results.left_out:
+        note(f"left out, too long for this bundle: {', '.join(results.left_out)}")
+    if plot is not None:
+        from ortolan.bench.plot import draw
+
+        for path in draw(found, plot):
+            note(f"figures: {path}")
+    if output == "json":
+        write_json(found)
+    elif output == "csv":
+        write(as_csv(found))
+    else:
+        from ortolan.cli.bench_table import write_report
+
+        write_report(found)
+
+
+def _progress(text: str) -> None:
+    """What runs now, in one line of a terminal that the next text replaces.
+
+    Nothing that redraws by itself: it would run while something is measured.
+    """
+    if is_fancy(sys.stderr):
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()

@@ -1,0 +1,44 @@
+"""What benchmarks count and read when they compare with other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import _bandwidth
+import _gguf_bytes
+import numpy as np
+from _gguf_folder import write_folder
+from _random_llama import SHAPES
+from make_checkpoint import make
+
+import ortolan
+from ortolan.export.exporter import ExportOptions, export_bundle
+from ortolan.export.precision import Quantization
+
+IDS = list(range(3, 40))
+
+
+def test_folder_made_of_a_gguf_file_is_the_same_model(tiny_gguf: Path, tmp_path: Path) -> None:
+    """A peer that only reads folders would otherwise be compared on another model."""
+    write_folder(tiny_gguf, tmp_path / "folder")
+    found = []
+    for name, source in (("a", tmp_path / "folder"), ("b", tiny_gguf)):
+        export_bundle(str(source), tmp_path / name, ExportOptions(weights="float32"))
+        found.append(ortolan.load(tmp_path / name, max_slots=1))
+    np.testing.assert_array_equal(found[0].logits(IDS), found[1].logits(IDS))
+    assert found[0].encode("the end") == found[1].encode("the end")
+
+
+def test_bytes_per_token_count_a_tied_table_once_and_no_lookups(tmp_path: Path) -> None:
+    """The share of the bandwidth that decode reaches rests on this number."""
+    make(tmp_path / "folder", SHAPES["tiny"], "safetensors")
+    make(tmp_path / "q8_0.gguf", SHAPES["tiny"], "gguf-q8_0")
+    options = ExportOptions(weights="int8", quantization=Quantization(block_size=32))
+    manifest = export_bundle(str(tmp_path / "folder"), tmp_path / "bundle", options)
+    hidden, inner, kv, vocab = 64, 96, 32, 300
+    matrices = vocab * hidden + 2 * (2 * hidden * hidden + 2 * kv * hidden + 3 * inner * hidden)
+    norms = 5 * hidden * 4
+    # A scale for each 32 codes: 4 bytes here, 2 in GGUF, which also has 8 rope factors.
+    assert _bandwidth.bytes_per_token(manifest) == matrices * 36 // 32 + norms
+    found = _gguf_bytes.bytes_per_token(tmp_path / "q8_0.gguf")
+    assert found == matrices * 34 // 32 + norms + 8 * 4
