@@ -73,6 +73,7 @@ class MockService(Service):
         self.name = "mock"
         self.created_s = int(time.time())
         self.manifest = SimpleNamespace(model=CONFIG, files={})  # type: ignore[assignment]
+        self.bundle = SimpleNamespace(path=Path("/somewhere/mock"))  # type: ignore[assignment]
         self.config = EngineConfig(max_slots=settings.get("slots", 4))
         self.tokenizer = NoTokenizer({"eos_token_id": END})
         self.sampling_defaults = {}

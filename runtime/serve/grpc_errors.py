@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -37,9 +38,17 @@ class UnknownModelError(RequestError):
     """Another model than the served one was asked for."""
 
 
-def status_of(error: OrtolanError, *, unavailable: bool) -> Status:
-    """What the caller is told. `unavailable`: the server is starting or shutting down."""
-    message = bounded(str(error))
+def status_of(
+    error: OrtolanError, *, unavailable: bool, hidden: Mapping[str, str] | None = None
+) -> Status:
+    """What the caller is told.
+
+    unavailable: the server is starting or shutting down. hidden: text -> what stands for it.
+    """
+    message = str(error)
+    for text, shown in (hidden or {}).items():
+        message = message.replace(text, shown)
+    message = bounded(message)
     if unavailable and isinstance(error, EngineError | CancelledError):
         # Whoever was cut off by a shutdown did not cancel; another server may serve it.
         retry = _retry(_NOT_READY_RETRY_S)

@@ -7,6 +7,7 @@ import functools
 import logging
 import re
 import secrets
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -48,16 +49,20 @@ def _answered(
             return await method(self, request, context)
         # A cancelled call goes on being cancelled: to answer it would leak memory (grpc#43360).
         except OrtolanError as error:
-            status = status_of(error, unavailable=self.unavailable)
+            status = status_of(error, unavailable=self.unavailable, hidden=self.hidden)
             await context.abort_with_status(rpc_status.to_status(status))
             raise  # never reached: abort raises
         except grpc.aio.BaseError:
             raise
         except Exception as error:
-            # The error's own text might hold a piece of a prompt.
+            # The error's own text might hold a piece of a prompt; its kind and place do not.
+            place = "".join(traceback.format_tb(error.__traceback__))
             _logger.error(
-                "a call failed unexpectedly",
-                extra={"method": method.__name__, "request_id": request_id, "error": type(error)},
+                "%s failed unexpectedly: %s\n%s",
+                method.__name__,
+                type(error).__name__,
+                place,
+                extra={"request_id": request_id},
             )
             await context.abort_with_status(rpc_status.to_status(unexpected()))
             raise
@@ -78,6 +83,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     def unavailable(self) -> bool:
         """Whether the service is starting, shutting down or stuck, rather than broken."""
         return self._service.not_ready is not None and self._service.stats().broken is None
+
+    @property
+    def hidden(self) -> dict[str, str]:
+        """What callers need not learn -> what they are told instead: where the bundle lies."""
+        return {str(self._service.bundle.path): self._service.name}
 
     @_answered
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802  (gRPC's name)

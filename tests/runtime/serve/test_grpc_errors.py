@@ -195,7 +195,9 @@ async def test_server_that_shuts_down_is_unavailable() -> None:
 
 
 @in_loop
-async def test_fault_of_ours_says_nothing_about_the_request() -> None:
+async def test_fault_of_ours_says_nothing_about_the_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """An unexpected error's text may hold a prompt; it belongs neither in a log nor on the wire."""
     async with stub_of() as (service, stub):
 
@@ -207,6 +209,21 @@ async def test_fault_of_ours_says_nothing_about_the_request() -> None:
         assert code is CODE.INTERNAL
         assert "secret" not in message
         assert details["ErrorInfo"].reason == "UNEXPECTED"
+        assert "Generate failed unexpectedly: ValueError" in caplog.text
+        assert "secret" not in caplog.text.replace('raise ValueError("secret prompt")', "")
+
+
+@in_loop
+async def test_error_does_not_say_where_the_bundle_lies() -> None:
+    """The server's folders are nobody's business."""
+    async with stub_of() as (service, stub):
+
+        async def broken(request: Any) -> Any:
+            raise TemplateError(f"{service.bundle.path} has no chat template")
+
+        service.submit = broken  # type: ignore[method-assign]
+        _, message, _ = await failure(stub.Generate(asked()))
+        assert message == "mock has no chat template"
 
 
 @in_loop
