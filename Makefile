@@ -12,18 +12,30 @@ ifneq ($(shell cat $(VENV)/.installed 2>/dev/null || pwd -P),$(shell pwd -P))
 $(shell rm -rf $(VENV))
 endif
 
-.PHONY: help demo test test-slow bench lint clean
+.PHONY: help demo test test-slow bench lint proto clean
 
 help:
-	@echo "make demo       export a small model and ask it for the capital of France"
+	@echo "make demo       export a small model, serve it, ask it for the capital of France"
 	@echo "make test       the fast tests, a few minutes"
 	@echo "make test-slow  the tests that take longer"
 	@echo "make bench      the measurements that README.md quotes"
 	@echo "make lint       style and types"
+	@echo "make proto      generate proto/ again, after a change of a .proto file"
 	@echo "make clean      remove all that make made, $(VENV) included"
 
+# The server takes a free port and says which; whatever happens, it is stopped before make ends.
+DEMO_LOG := build/demo-server.log
+
 demo: $(BUNDLE)/manifest.json
-	@$(VENV)/bin/ortolan generate $(BUNDLE) "$(PROMPT)" --chat \
+	@$(VENV)/bin/ortolan serve $(BUNDLE) --grpc-port 0 --http-port off > $(DEMO_LOG) 2>&1 & \
+	server=$$!; \
+	trap 'kill $$server 2>/dev/null; wait $$server' EXIT; trap 'exit 130' INT TERM; \
+	until grep -q 'is ready$$' $(DEMO_LOG); do \
+	    kill -0 $$server 2>/dev/null || { cat $(DEMO_LOG) >&2; exit 1; }; sleep 0.1; \
+	done; \
+	address=`sed -n 's/^gRPC: //p' $(DEMO_LOG)`; \
+	echo "ortolan serve listens on $$address"; \
+	$(VENV)/bin/ortolan client chat "$(PROMPT)" --address $$address \
 	    --system "Answer in one short sentence." --temperature 0
 
 test: $(VENV)/.checkpoint
@@ -41,6 +53,22 @@ lint: $(VENV)/.installed
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/pytest -q -k mypy tests/test_packaging.py
+
+# The stubs are committed. Only this needs grpcio-tools, in an environment of its own: this version
+# writes code for protobuf 6, which runs on protobuf 7 too, and itself it wants protobuf 6.
+PROTO := ortolan/v1
+PROTO_PY := build/proto-venv/bin/python
+
+proto: $(PROTO_PY)
+	@rm -rf build/proto && mkdir -p build/proto
+	@$(PROTO_PY) -m grpc_tools.protoc -I ortolan/proto=proto --python_out=build/proto \
+	    --pyi_out=build/proto --grpc_python_out=build/proto ortolan/proto/$(PROTO)/ortolan.proto
+	@cp build/proto/ortolan/proto/$(PROTO)/* proto/$(PROTO)/
+	@sha256sum < proto/$(PROTO)/ortolan.proto | cut -d' ' -f1 > proto/$(PROTO)/generated_from.txt
+
+$(PROTO_PY): $(PY)
+	@$(PY) -m venv build/proto-venv
+	@$(PROTO_PY) -m pip install --quiet --disable-pip-version-check grpcio-tools==1.81.0
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

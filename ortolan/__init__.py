@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ortolan.client.aio import AsyncClient
+    from ortolan.client.sync import Client
     from ortolan.errors import OrtolanError
     from ortolan.graphs.manifest import Manifest, ModelConfig
     from ortolan.runtime.llm import LLM, load
@@ -27,6 +29,8 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "LLM",
+    "AsyncClient",
+    "Client",
     "Completion",
     "EngineConfig",
     "Manifest",
@@ -41,6 +45,8 @@ __all__ = [
 ]
 
 _HOME = {
+    "AsyncClient": "ortolan.client.aio",
+    "Client": "ortolan.client.sync",
     "LLM": "ortolan.runtime.llm",
     "load": "ortolan.runtime.llm",
     "Completion": "ortolan.runtime.params",

@@ -15,6 +15,7 @@ import click
 import ortolan
 from ortolan.cli.bench import bench
 from ortolan.cli.chat import chat
+from ortolan.cli.client import client
 from ortolan.cli.export import export
 from ortolan.cli.generate import generate
 from ortolan.cli.inspect import inspect
@@ -27,6 +28,7 @@ from ortolan.cli.output import (
     speak_utf8,
     warnings_shown,
 )
+from ortolan.cli.serve import serve
 from ortolan.cli.verify import verify
 from ortolan.errors import OrtolanError
 
@@ -140,5 +142,5 @@ def main() -> None:
     """Llama-style checkpoints as ONNX graphs, and tokens from them."""
 
 
-for _command in (export, generate, chat, inspect, verify, bench):
+for _command in (export, generate, chat, serve, client, inspect, verify, bench):
     main.add_command(_command)

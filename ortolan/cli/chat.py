@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -19,7 +19,7 @@ from ortolan.cli.sampling import GivenSampling, sampling_options
 from ortolan.errors import OrtolanError, RequestError
 
 if TYPE_CHECKING:
-    from ortolan.runtime.llm import LLM
+    from ortolan.cli.answer import EventLike
     from ortolan.runtime.params import SamplingParams
 
 HELP = "/clear starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -49,11 +49,19 @@ def chat(bundle: Path, system: str | None, sampling: GivenSampling, engine: dict
         Conversation(llm, params, system, interactive).run()
 
 
+class Answering(Protocol):
+    """Whatever answers a conversation: a model, or a server."""
+
+    def stream_chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams
+    ) -> Iterator[EventLike]: ...
+
+
 class Conversation:
     """Messages so far, and the loop that adds to them."""
 
     def __init__(
-        self, llm: LLM, params: SamplingParams, system: str | None, interactive: bool
+        self, llm: Answering, params: SamplingParams, system: str | None, interactive: bool
     ) -> None:
         self._interactive = interactive
         self._llm = llm

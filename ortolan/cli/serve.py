@@ -1,0 +1,118 @@
+"""`ortolan serve`: a bundle behind gRPC and HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from ortolan.cli.options import bundle_argument, debug_option, option_name
+from ortolan.cli.output import note, write, write_table
+from ortolan.runtime.serve.config import DEFAULTS, TYPES, Setting, gather, parsed
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Every setting is an option; its default is the field's.
+_HELP = {
+    "host": ("ADDRESS", "Listen on this address of the machine."),
+    "grpc_port": ("PORT", "For gRPC; 0 takes a free one, off does without."),
+    "http_port": ("PORT", "For HTTP; the same."),
+    "model_name": ("NAME", "What the model is called in requests.  [default: BUNDLE's name]"),
+    "grace": ("S", "Seconds that running requests have after a first signal."),
+    "port_file": ("FILE", "Write the addresses to this file, as JSON, when ready."),
+    "provider": ("NAME", "The execution provider to run on."),
+    "threads": ("N", "Threads to compute with.  [default: the cores that may be used]"),
+    "cache_dir": ("FOLDER", "Where packed weights are kept.  [default: in the bundle]"),
+    "max_slots": ("N", "Answers that are made at once."),
+    "max_context": ("N", "Most tokens of prompt and answer together.  [default: the bundle's]"),
+    "prefill_chunk": ("N", "Most prompt tokens that one call reads."),
+    "gap_steps": ("X", "How far a prompt may delay running answers, in plain steps."),
+    "gap_ms": ("X", "The same in milliseconds.  [default: no such bound]"),
+    "kv_tokens": ("N", "Most tokens whose KV is held.  [default: by free memory]"),
+    "prefix_cache_mb": ("N", "MiB for KV of earlier prompts.  [default: by free memory]"),
+    "max_waiting": ("N", "Most answers that may wait."),
+    "max_waiting_tokens": ("N", "Most prompt tokens that may wait."),
+    "priority_patience": ("N", "How many may overtake a request that waits."),
+    "accuracy": ("NAME", "default: int8 activations; exact: float32, slower."),
+}
+
+
+class _Value(click.ParamType[Any]):
+    """A setting's value, of the type of its field."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        return parsed(value, TYPES[self.name], option_name(self.name))
+
+
+def _setting_options(command: Function) -> Function:
+    for name, (metavar, text) in reversed(_HELP.items()):
+        shown = "" if DEFAULTS[name] is None else f"  [default: {DEFAULTS[name]}]"
+        command = click.option(
+            option_name(name), name, type=_Value(name), metavar=metavar, help=text + shown
+        )(command)
+    return command
+
+
+@click.command(short_help="Serve a bundle over gRPC and HTTP.")
+@bundle_argument
+@click.option(
+    "--config",
+    "config_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Settings in TOML, under the options' names with _ for -.",
+)
+@_setting_options
+@debug_option
+def serve(bundle: Path, config_file: Path | None, **flags: Any) -> None:
+    """Serve BUNDLE until SIGTERM or Ctrl-C; running requests then have --grace to end.
+
+    A setting is taken from its option, else from the variable ORTOLAN_SERVE_NAME, else from
+    --config FILE, else it is the default.
+    """
+    settings = gather(flags, os.environ, config_file)
+    _show(settings.listed)
+
+    from ortolan.optional import require
+
+    for module in ("grpc", "grpc_health", "grpc_reflection", "grpc_status"):
+        require(module, "serve", "serving a model")
+    from ortolan.runtime.bundle import Bundle
+    from ortolan.runtime.serve import server
+
+    server.check_ports(settings.serve)
+    service = server.open_service(Bundle.open(bundle), settings)
+    server.run(
+        service,
+        settings.serve,
+        on_ready=lambda addresses: _say_ready(service.name, addresses, settings.serve.port_file),
+        say=note,
+    )
+
+
+def _show(settings: tuple[Setting, ...]) -> None:
+    rows = [(one.name, "" if one.value is None else str(one.value), one.origin) for one in settings]
+    write_table(("setting", "value", "from"), rows)
+
+
+def _say_ready(model: str, addresses: Any, port_file: str | None) -> None:
+    """One line per server: these are a promise, as scripts read them."""
+    if addresses.grpc is not None:
+        write(f"gRPC: {addresses.grpc}\n")
+    if addresses.http is not None:
+        write(f"HTTP: http://{addresses.http}\n")
+    write(f"{model} is ready\n")
+    if port_file is not None:
+        path = Path(port_file)
+        text = json.dumps({"model": model, "grpc": addresses.grpc, "http": addresses.http})
+        # Whoever waits for the file must not find half of it.
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(text + "\n", encoding="utf-8")
+        draft.replace(path)

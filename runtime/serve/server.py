@@ -1,0 +1,160 @@
+"""A server's life: open both ports, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ortolan.errors import UsageError
+from ortolan.runtime.bundle import Bundle
+from ortolan.runtime.serve.config import Port, ServeConfig, Settings
+from ortolan.runtime.serve.service import Service
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the servers listen, as host:port; None for one that is off."""
+
+    grpc: str | None
+    http: str | None
+
+
+def check_ports(config: ServeConfig) -> None:
+    """Raises UsageError if a port cannot be had, before a model is loaded for nothing."""
+    for name, port in (("grpc_port", config.grpc_port), ("http_port", config.http_port)):
+        if port in ("off", 0):
+            continue
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            with socket.socket(family, kind, protocol) as probe:
+                if os.name == "posix":  # as both servers do, so that old connections do not matter
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise UsageError(
+                f"{name} {port} on {config.host} cannot be had ({error.strerror}); stop what "
+                "listens there, or choose another port"
+            ) from error
+
+
+def open_service(bundle: Bundle, settings: Settings) -> Service:
+    """Load the bundle. Raises what opening an engine does."""
+    return Service(bundle, settings.engine, settings.serve.model_name)
+
+
+def run(
+    service: Service,
+    config: ServeConfig,
+    *,
+    on_ready: Callable[[Addresses], None],
+    say: Callable[[str], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return. A second signal ends the process.
+
+    on_ready: called once, when requests are welcome. say: a line for whoever runs the server.
+    Raises UsageError if an address cannot be had.
+    """
+    asyncio.run(serve(service, config, on_ready=on_ready, say=say))
+
+
+async def serve(
+    service: Service,
+    config: ServeConfig,
+    *,
+    on_ready: Callable[[Addresses], None],
+    say: Callable[[str], None],
+) -> None:
+    """See `run`."""
+    ending = _Ending()
+    ending.listen()
+    servers: list[Any] = []
+    try:
+        await service.warm_up()
+        on_ready(await _start(service, config, servers))
+        await ending.first.wait()
+        running = service.stats().running + service.stats().waiting
+        say(
+            f"{ending.name}: no new requests; {running} running, which have {config.grace:g} s; "
+            "a second signal ends now"
+        )
+        deadline = time.monotonic() + config.grace
+        await service.drain(config.grace)
+        # The engine is done; what is left is for readers to read.
+        left_s = max(deadline - time.monotonic(), 0.0)
+        await asyncio.gather(*(server.stop(left_s) for server in servers))
+        servers.clear()
+        say("stopped")
+    finally:
+        for server in servers:
+            await server.stop(0.0)
+        await service.close()
+        ending.ignore()
+
+
+async def _start(service: Service, config: ServeConfig, servers: list[Any]) -> Addresses:
+    grpc_address = http_address = None
+    if config.grpc_port != "off":
+        from ortolan.runtime.serve.grpc_server import GrpcServer
+
+        grpc_server = GrpcServer(service, config.host, config.grpc_port)
+        grpc_address = _address(config.host, await grpc_server.start())
+        servers.append(grpc_server)
+    if config.http_port != "off":
+        http_server = _http_server(service, config.host, config.http_port)
+        http_address = _address(config.host, await http_server.start())
+        servers.append(http_server)
+    return Addresses(grpc_address, http_address)
+
+
+def _http_server(service: Service, host: str, port: Port) -> Any:
+    from importlib import import_module
+
+    app = import_module("ortolan.runtime.serve.http_app").create_app(service)
+    return import_module("ortolan.runtime.serve.http_server").HttpServer(app, host, port)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class _Ending:
+    """Signals: the first sets `first`, the second ends the process at once."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.name = ""
+        self._before: dict[signal.Signals, Any] = {}
+
+    def listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for sig in self.SIGNALS:
+            self._before[sig] = signal.getsignal(sig)
+            try:
+                loop.add_signal_handler(sig, self._arrived, sig)
+            except NotImplementedError:  # Windows
+                signal.signal(sig, lambda n, _: loop.call_soon_threadsafe(self._arrived, n))
+
+    def ignore(self) -> None:
+        loop = asyncio.get_running_loop()
+        for sig, before in self._before.items():
+            with contextlib.suppress(NotImplementedError):
+                loop.remove_signal_handler(sig)
+            signal.signal(sig, before)
+
+    def _arrived(self, number: int) -> None:
+        if self.first.is_set():
+            # Not sys.exit: threads of ONNX Runtime and gRPC would be waited for.
+            os._exit(128 + number)
+        self.name = signal.Signals(number).name
+        self.first.set()

@@ -1,0 +1,181 @@
+"""`ortolan serve` and `ortolan client`, as people type them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("grpc")
+
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+class Served:
+    """A server in a process of its own."""
+
+    def __init__(self, bundle: Path, folder: Path, *options: str) -> None:
+        self.port_file = folder / "ports.json"
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", "ortolan", "serve", bundle, *options),
+                *("--grpc-port", "0", "--port-file", self.port_file),
+            ],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        deadline = time.monotonic() + 120
+        while not self.port_file.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                pytest.fail(self.process.communicate()[0])
+            time.sleep(0.02)
+        self.addresses: dict[str, Any] = json.loads(self.port_file.read_text())
+
+    def stop(self) -> str:
+        """All that it said, after a clean end."""
+        self.process.send_signal(signal.SIGTERM)
+        said = self.process.communicate(timeout=60)[0]
+        assert self.process.returncode == 0, said
+        return said
+
+
+@pytest.fixture(scope="module")
+def served(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    server = Served(tiny_bundle, folder, "--http-port", "off", "--model-name", "small")
+    yield server
+    server.process.kill()
+    with server.process:
+        pass
+
+
+def test_server_says_where_it_listens_and_where_settings_come_from(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who runs a server finds a wrong setting in its first lines."""
+    monkeypatch.setenv("ORTOLAN_SERVE_MAX_SLOTS", "3")
+    config = tmp_path / "serve.toml"
+    config.write_text('http_port = "off"\nmax_waiting = 9\n')
+    server = Served(tiny_bundle, tmp_path, "--config", str(config))
+    said = server.stop()
+    assert f"\ngRPC: {server.addresses['grpc']}\n" in said
+    assert "\ntiny is ready\n" in said
+    rows = {tuple(line.split()) for line in said.splitlines()}
+    assert ("max_slots", "3", "ORTOLAN_SERVE_MAX_SLOTS") in rows
+    assert ("max_waiting", "9", str(config)) in rows
+    assert ("grpc_port", "0", "--grpc-port") in rows
+    assert ("host", "127.0.0.1", "default") in rows
+    assert server.addresses["model"] == "tiny"
+    assert server.addresses["http"] is None
+
+
+def test_client_generates_as_the_library_does(
+    served: Served, run_cli: RunCli, tiny_bundle: Path
+) -> None:
+    """The same command with `client` in it must say the same."""
+    options = ("--max-tokens", "9", "--json")
+    remote = run_cli(
+        "client", "generate", "the fox", "--address", served.addresses["grpc"], *options
+    )
+    local = run_cli("generate", tiny_bundle, "the fox", *options)
+    one, other = json.loads(remote.stdout), json.loads(local.stdout)
+    assert one["token_ids"] == other["token_ids"]
+    assert one["text"] == other["text"]
+    assert one["usage"]["completion_tokens"] == 9
+
+
+def test_client_chats_once_and_line_by_line(served: Served, run_cli: RunCli) -> None:
+    address = ("--address", served.addresses["grpc"], "--max-tokens", "5")
+    once = run_cli("client", "chat", "the fox", "--system", "be brief", *address)
+    talk = run_cli("client", "chat", "--system", "be brief", *address, input="the fox\n/exit\n")
+    assert once.stdout
+    assert talk.stdout == once.stdout
+    assert "5 tokens generated" in once.stderr
+
+
+def test_client_shows_models_and_stats(served: Served, run_cli: RunCli) -> None:
+    address = ("--address", served.addresses["grpc"])
+    (model,) = json.loads(run_cli("client", "models", *address, "--json").stdout)
+    assert model["name"] == "small"
+    assert "small" in run_cli("client", "models", *address).stdout
+    stats = json.loads(run_cli("client", "stats", *address, "--json").stdout)
+    assert stats["running"] == 0
+    assert "kv_budget_tokens" in run_cli("client", "stats", *address).stdout
+
+
+def test_client_names_the_option_that_the_server_refuses(served: Served, run_cli: RunCli) -> None:
+    address = ("--address", served.addresses["grpc"])
+    done = run_cli("client", "generate", "x", "--top-k", "301", *address, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: --top-k is 301; the model's vocabulary has 300 tokens, and 0 switches top_k off\n"
+    )
+
+
+def test_client_without_a_server_says_so(run_cli: RunCli) -> None:
+    done = run_cli("client", "stats", "--address", "127.0.0.1:9", check=False)
+    assert done.returncode == 1
+    assert "127.0.0.1:9 cannot be reached" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_port_in_use_is_told_by_name(served: Served, run_cli: RunCli, tiny_bundle: Path) -> None:
+    port = served.addresses["grpc"].rpartition(":")[2]
+    done = run_cli("serve", tiny_bundle, "--grpc-port", port, "--http-port", "off", check=False)
+    assert done.returncode == 2
+    assert f"grpc_port {port}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "said"),
+    [
+        (["--grpc-port", "x"], {}, "--grpc-port is 'x'"),
+        (["--grace", "-1"], {}, "--grace is -1"),
+        ([], {"ORTOLAN_SERVE_PORT": "1"}, "ORTOLAN_SERVE_PORT is no setting"),
+        (["--grcp-port", "1"], {}, "--grpc-port"),
+    ],
+)
+def test_wrong_setting_is_exit_status_2(
+    run_cli: RunCli, tiny_bundle: Path, options: list[str], env: dict[str, str], said: str
+) -> None:
+    """Orchestrators tell a wrong command from a failed one by it."""
+    done = run_cli("serve", tiny_bundle, *options, env=env, check=False)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+def test_every_setting_has_an_option() -> None:
+    """A field of EngineConfig that only a file can set would be found by nobody."""
+    from ortolan.cli.serve import _HELP
+    from ortolan.runtime.serve.config import DEFAULTS
+
+    assert list(_HELP) == list(DEFAULTS)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's")
+def test_server_that_is_still_loading_ends_by_a_signal(tmp_path: Path, tiny_bundle: Path) -> None:
+    """An orchestrator that changes its mind must not wait for a model to load."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-P", "-m", "ortolan", "serve", tiny_bundle),
+            *("--grpc-port", "0", "--http-port", "off"),
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()  # the table of settings: the signal's handler is there
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode in (0, 128 + signal.SIGTERM)

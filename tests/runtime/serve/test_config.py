@@ -1,0 +1,120 @@
+"""Settings: which source counts, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortolan.errors import UsageError
+from ortolan.runtime.serve.config import DEFAULTS, TYPES, gather
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Any:
+    def write(text: str) -> Path:
+        path = tmp_path / "serve.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_flag_wins_over_environment_over_file_over_default(toml: Any) -> None:
+    """Whoever overrides a setting for one run must not be overruled by a file."""
+    file = toml("grpc_port = 1\nhttp_port = 2\nmax_slots = 3\ngap_ms = 5\n")
+    environment = {"ORTOLAN_SERVE_HTTP_PORT": "off", "ORTOLAN_SERVE_MAX_SLOTS": "5", "HOME": "/"}
+    flags = {"max_slots": 6, "grpc_port": None, "threads": None}
+    settings = gather(flags, environment, file)
+    assert (settings.serve.grpc_port, settings.serve.http_port) == (1, "off")
+    assert (settings.engine.max_slots, settings.engine.gap_ms) == (6, 5)
+    origins = {one.name: one.origin for one in settings.listed}
+    assert origins["max_slots"] == "--max-slots"
+    assert origins["http_port"] == "ORTOLAN_SERVE_HTTP_PORT"
+    assert origins["grpc_port"] == str(file)
+    assert origins["host"] == "default"
+    assert {one.name: one.value for one in settings.listed}["max_slots"] == 6
+
+
+def test_defaults_are_the_dataclasses(toml: Any) -> None:
+    settings = gather({}, {}, None)
+    assert {one.name: one.value for one in settings.listed} == DEFAULTS
+    assert {one.origin for one in settings.listed} == {"default"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_slot = 1", "max_slot is no setting; did you mean max_slots?"),
+        ("[engine]\nmax_slots = 1", "engine is no setting"),
+        ('max_slots = "many"', "max_slots is 'many'; it must be a whole number"),
+        ("max_slots = true", "max_slots is True"),
+        ("max_slots = 1.5", "max_slots is 1.5"),
+        ("grpc_port = 'on'", "grpc_port is 'on'; it must be a whole number or off"),
+        ("accuracy = 'high'", "accuracy is 'high'; it must be default or exact"),
+        ("max_slots = ", "is not TOML"),
+    ],
+)
+def test_file_that_says_something_else_is_refused(toml: Any, text: str, said: str) -> None:
+    """A mistyped setting that is ignored is found in production."""
+    with pytest.raises(UsageError, match=re.escape(said)) as caught:
+        gather({}, {}, toml(text))
+    assert "serve.toml" in str(caught.value)
+
+
+def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"absent\.toml: cannot be read"):
+        gather({}, {}, tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("MAX_SLOT", "1", "ORTOLAN_SERVE_MAX_SLOT is no setting; did you mean ORTOLAN_SERVE_MAX_S"),
+        ("MAX_SLOTS", "many", "ORTOLAN_SERVE_MAX_SLOTS is 'many'; it must be a whole number"),
+        ("MAX_SLOTS", "", "ORTOLAN_SERVE_MAX_SLOTS is ''"),
+        ("MAX_SLOTS", "0", "max_slots (from ORTOLAN_SERVE_MAX_SLOTS) is 0"),
+        ("GRACE", "nan", "grace (from ORTOLAN_SERVE_GRACE) is nan"),
+        ("ACCURACY", "high", "ORTOLAN_SERVE_ACCURACY is 'high'; it must be default or exact"),
+    ],
+)
+def test_variable_that_says_something_else_is_refused(variable: str, value: str, said: str) -> None:
+    """The same for the environment, where nobody sees a typing error."""
+    with pytest.raises(UsageError, match=re.escape(said)):
+        gather({}, {"ORTOLAN_SERVE_" + variable: value}, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"grpc_port": 65536}, "--grpc-port is 65536"),
+        ({"grpc_port": "off", "http_port": "off"}, "both off"),
+        ({"grpc_port": 7000, "http_port": 7000}, "--http-port is 7000"),
+        ({"host": ""}, "--host is empty"),
+        ({"grace": -1}, "--grace is -1"),
+        ({"prefill_chunk": 1}, "--prefill-chunk is 1"),
+    ],
+)
+def test_refused_value_is_named_as_it_was_given(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        gather(flags, {}, None)
+
+
+def test_two_free_ports_are_two() -> None:
+    """0 is no port that two could quarrel about."""
+    assert gather({"grpc_port": 0, "http_port": 0}, {}, None).serve.grpc_port == 0
+
+
+def test_every_setting_has_a_type_that_can_be_read() -> None:
+    """A new field of EngineConfig works in all three places, or fails here."""
+    texts = {int: "7", float: "7", str: "7"}
+    for name, kind in TYPES.items():
+        if name == "accuracy":
+            continue
+        text = next((t for k, t in texts.items() if str(k.__name__) in str(kind)), None)
+        assert text is not None, name
+        settings = gather({}, {"ORTOLAN_SERVE_" + name.upper(): text}, None)
+        (found,) = (one for one in settings.listed if one.name == name)
+        assert str(found.value).startswith("7"), name
