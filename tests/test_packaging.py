@@ -25,6 +25,7 @@ OPTIONAL = (
     "gguf",
     "google",
     "grpc",
+    "httptools",
     "huggingface_hub",
     "ml_dtypes",
     "onnx",
@@ -32,6 +33,8 @@ OPTIONAL = (
     "onnxruntime",
     "onnxscript",
     "safetensors",
+    "starlette",
+    "uvicorn",
 )
 
 

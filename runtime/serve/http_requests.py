@@ -1,0 +1,152 @@
+"""From a body's fields to requests for the engine and the form of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ortolan.errors import RequestError
+from ortolan.runtime.params import Request, SamplingParams
+from ortolan.runtime.serve.http_body import HttpLimits
+from ortolan.runtime.serve.http_errors import ApiError, as_invalid, invalid
+from ortolan.runtime.serve.http_fields import (
+    CHAT,
+    COMPLETION,
+    Values,
+    accepted,
+    flag,
+    includes_usage,
+    sampling,
+)
+from ortolan.runtime.serve.http_forms import ChatForm, CompletionForm, Form
+from ortolan.runtime.serve.http_messages import checked_messages
+from ortolan.runtime.serve.service import Service
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one HTTP request asks for. usage: whether a stream ends with the usage."""
+
+    requests: tuple[Request, ...]
+    form: Form
+    stream: bool
+    usage: bool
+    spellings: Mapping[str, str]
+
+
+async def chat_call(service: Service, body: Mapping[str, Any], limits: HttpLimits) -> Call:
+    """A chat completion. Raises ApiError, RequestError, TemplateError."""
+    values = accepted(body, CHAT)
+    check_model(service, values)
+    messages = checked_messages(values.get("messages"))
+    given, spellings = sampling(values, limits)
+    spellings["prompt"] = "messages"
+    logprobs = flag(values, "logprobs")
+    if logprobs:
+        given["logprobs"] = values.get("top_logprobs", 0)
+        spellings["logprobs"] = "top_logprobs"
+    elif values.get("top_logprobs"):
+        raise invalid("top_logprobs", "is only for logprobs: true")
+    params = _params(service, given, spellings, limits)
+    stream, usage = flag(values, "stream"), includes_usage(values)
+    ids = await service.encode_chat(messages)
+    return Call(
+        (Request(ids, params, timeout_s=values.get("timeout_s"), continues=False),),
+        ChatForm(service.name, usage=usage, logprobs=logprobs),
+        stream,
+        usage,
+        spellings,
+    )
+
+
+async def completion_call(service: Service, body: Mapping[str, Any], limits: HttpLimits) -> Call:
+    """A plain completion of one prompt or several. Raises ApiError, RequestError."""
+    values = accepted(body, COMPLETION)
+    check_model(service, values)
+    prompts = _prompts(values.get("prompt"))
+    given, spellings = sampling(values, limits)
+    echo, logprobs = flag(values, "echo"), values.get("logprobs")
+    given["logprobs"] = logprobs
+    given["prompt_logprobs"] = logprobs if echo else None
+    params = _params(service, given, spellings, limits, len(prompts))
+    stream, usage = flag(values, "stream"), includes_usage(values)
+    encoded = [await service.encode(prompt) for prompt in prompts]
+    echoes = None
+    if echo:
+        echoes = [
+            prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt)
+            for prompt in prompts
+        ]
+    form = CompletionForm(
+        service.name,
+        usage=usage,
+        logprobs=logprobs,
+        tokenizer=service.tokenizer,
+        prompts=encoded,
+        echoes=echoes,
+        n=params.n,
+    )
+    timeout_s = values.get("timeout_s")
+    requests = tuple(Request(ids, params, timeout_s=timeout_s) for ids in encoded)
+    return Call(requests, form, stream, usage, spellings)
+
+
+def check_model(service: Service, values: Values) -> None:
+    """Raises ApiError if a model is named and is not the one served."""
+    name = values.get("model", service.name)
+    if not isinstance(name, str):
+        raise invalid("model", "must be a string")
+    if name != service.name:
+        raise no_model()
+
+
+def no_model() -> ApiError:
+    """404. The name asked for is not repeated: it is input, of any length."""
+    return ApiError(
+        404,
+        "no such model is served here; GET /v1/models lists what is",
+        "model_not_found",
+        param="model",
+    )
+
+
+def _params(
+    service: Service,
+    given: Mapping[str, Any],
+    spellings: Mapping[str, str],
+    limits: HttpLimits,
+    prompts: int = 1,
+) -> SamplingParams:
+    try:
+        params = service.params(**given)
+    except RequestError as exc:
+        raise as_invalid(exc, spellings) from None
+    if prompts * params.n > limits.choices:
+        raise ApiError(
+            400,
+            f"the request asks for {prompts * params.n} answers, prompts times n; the most are "
+            f"{limits.choices}",
+            param="n",
+        )
+    return params
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """The prompts in any of the four shapes. Raises ApiError."""
+    if isinstance(value, str) or _is_ids(value):
+        return [value]
+    if (
+        isinstance(value, list)
+        and value
+        and (all(isinstance(item, str) for item in value) or all(map(_is_ids, value)))
+    ):
+        return value
+    if value is None:
+        raise invalid("prompt", "is missing", "missing_required_parameter")
+    raise invalid("prompt", "must be text, a list of token ids, or a list of one of the two")
+
+
+def _is_ids(value: object) -> bool:
+    # JSON's true is an int to Python, and a token id to nobody.
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
