@@ -67,7 +67,7 @@ class Answers:
             task.cancel()
 
     def _read(self, prompt: int) -> None:
-        self._reading[asyncio.create_task(self._streams[prompt].__anext__())] = prompt  # type: ignore[arg-type]
+        self._reading[asyncio.create_task(self._streams[prompt].__anext__())] = prompt
 
     def _take(self, task: asyncio.Task[TokenEvent]) -> None:
         prompt = self._reading.pop(task)

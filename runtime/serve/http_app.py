@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
 from functools import partial
 
 from starlette.applications import Starlette
@@ -20,6 +19,7 @@ from ortolan.runtime.serve.http_body import HttpLimits
 from ortolan.runtime.serve.http_endpoint import REQUEST_ID, Endpoint, Handler
 from ortolan.runtime.serve.http_errors import ApiError
 from ortolan.runtime.serve.http_generate import generating
+from ortolan.runtime.serve.http_openapi import docs, openapi
 from ortolan.runtime.serve.http_requests import chat_call, completion_call
 from ortolan.runtime.serve.service import Service
 
@@ -42,6 +42,8 @@ def create_app(service: Service, limits: HttpLimits | None = None) -> ASGIApp:
         route("/detokenize", plain.detokenize, "POST"),
         route("/health/live", plain.live),
         route("/health/ready", plain.ready),
+        route("/openapi.json", openapi),
+        route("/docs", docs),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _routing_error})
     app.router.redirect_slashes = False
@@ -77,7 +79,7 @@ def _with_request_id(app: ASGIApp) -> ASGIApp:
     return wrapped
 
 
-def _adding(send: Send, header: tuple[bytes, bytes]) -> Callable[[Message], object]:
+def _adding(send: Send, header: tuple[bytes, bytes]) -> Send:
     async def adding(message: Message) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], header]}

@@ -74,7 +74,7 @@ def as_api_error(
         case ApiError():
             return exc
         case RequestError():
-            return as_invalid(exc, spellings)
+            return ApiError(400, str(exc), "invalid_value", param=_field_in(str(exc), spellings))
         case TemplateError():
             return ApiError(400, str(exc), "template_error", param="messages")
         case OverloadedError():
@@ -95,11 +95,6 @@ def as_api_error(
     return ApiError(
         500, f"a fault of the server; its log names the place under {request_id}", "internal_error"
     )
-
-
-def as_invalid(exc: RequestError, spellings: Mapping[str, str]) -> ApiError:
-    """400, with the field that the error names."""
-    return ApiError(400, str(exc), "invalid_value", param=_field_in(str(exc), spellings))
 
 
 def _field_in(message: str, spellings: Mapping[str, str]) -> str | None:

@@ -144,7 +144,7 @@ def accepted(body: Mapping[str, Any], fields: Mapping[str, Field]) -> Values:
 def sampling(values: Values, limits: HttpLimits) -> tuple[dict[str, Any], dict[str, str]]:
     """SamplingParams' arguments, and how this request spelled them. Raises ApiError."""
     given = {name: values[name] for name in _AS_THEY_ARE if name in values}
-    spellings = {name: name for name in (*COMMON, "prompt", "priority")}
+    spellings = {name: name for name in (*COMMON, "prompt", "logprobs")}
     limit = _same(values, "max_tokens", "max_completion_tokens")
     if limit is not None:
         spellings["max_tokens"] = limit

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from starlette.types import Send
 
 from ortolan.runtime.serve.http_answers import Answer, Answers, Total
-from ortolan.runtime.serve.http_body import HttpLimits
 from ortolan.runtime.serve.http_endpoint import Exchange, send_json
 from ortolan.runtime.serve.http_forms import DONE
 from ortolan.runtime.serve.http_requests import Call
-from ortolan.runtime.serve.service import Service
 
-MakeCall = Callable[[Service, Mapping[str, Any], HttpLimits], Awaitable[Call]]
+MakeCall = Callable[[Exchange], Awaitable[Call]]
 
 _EVENTS_BEGIN = {
     "type": "http.response.start",
@@ -31,11 +28,9 @@ def generating(make_call: MakeCall) -> Callable[[Exchange], Awaitable[None]]:
     """An endpoint's handler, which differs in how a body becomes a call."""
 
     async def handle(exchange: Exchange) -> None:
-        service = exchange.service
-        service.check_ready()
-        call = await make_call(service, await exchange.body(), exchange.limits)
-        exchange.spellings = call.spellings
-        answers = await Answers.start(service, call.requests)
+        exchange.service.check_ready()
+        call = await make_call(exchange)
+        answers = await Answers.start(exchange.service, call.requests)
         try:
             if call.stream:
                 await _stream(exchange, call, answers)

@@ -52,9 +52,7 @@ class CompletionLogprobs:
         """The next tokens' (id, logprobs); a prompt's first token has None."""
         offsets = []
         for token_id, _ in positions:
-            offsets.append(self._offset)
-            # Special tokens are named, but are no part of the text.
-            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+            offsets.append(self._advance(self._tokenizer.token_bytes(token_id)))
         return {
             "text_offset": offsets,
             "token_logprobs": [
@@ -67,6 +65,24 @@ class CompletionLogprobs:
             ],
             "top_logprobs": [_likeliest(found) for _, found in positions] if self._top else None,
         }
+
+    def _advance(self, token: bytes) -> int:
+        """Where the token's first character begins; special tokens are no part of the text."""
+        pending = self._decoder.getstate()[0]
+        if token and pending and not _goes_on(pending + token[:1]):
+            self._offset += len(self._decoder.decode(b"", final=True))  # a replacement character
+        begins = self._offset
+        self._offset += len(self._decoder.decode(token))
+        return begins
+
+
+def _goes_on(character: bytes) -> bool:
+    """Whether these are the bytes of one character, or the first of them."""
+    try:
+        character.decode()
+    except UnicodeDecodeError as exc:
+        return exc.reason == "unexpected end of data"
+    return True
 
 
 def _likeliest(found: PositionLogprobs | None) -> dict[str, float] | None:

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ortolan.errors import RequestError
 from ortolan.runtime.params import Request, SamplingParams
-from ortolan.runtime.serve.http_body import HttpLimits
-from ortolan.runtime.serve.http_errors import ApiError, as_invalid, invalid
+from ortolan.runtime.serve.http_endpoint import Exchange
+from ortolan.runtime.serve.http_errors import ApiError, invalid
 from ortolan.runtime.serve.http_fields import (
     CHAT,
     COMPLETION,
@@ -32,23 +31,22 @@ class Call:
     form: Form
     stream: bool
     usage: bool
-    spellings: Mapping[str, str]
 
 
-async def chat_call(service: Service, body: Mapping[str, Any], limits: HttpLimits) -> Call:
-    """A chat completion. Raises ApiError, RequestError, TemplateError."""
-    values = accepted(body, CHAT)
+async def chat_call(exchange: Exchange) -> Call:
+    """A chat completion. Raises ApiError, RequestError, TemplateError, ClientGoneError."""
+    service = exchange.service
+    values = accepted(await exchange.body(), CHAT)
     check_model(service, values)
     messages = checked_messages(values.get("messages"))
-    given, spellings = sampling(values, limits)
-    spellings["prompt"] = "messages"
+    given, spellings = sampling(values, exchange.limits)
+    exchange.spellings = {**spellings, "prompt": "messages", "logprobs": "top_logprobs"}
     logprobs = flag(values, "logprobs")
     if logprobs:
         given["logprobs"] = values.get("top_logprobs", 0)
-        spellings["logprobs"] = "top_logprobs"
     elif values.get("top_logprobs"):
         raise invalid("top_logprobs", "is only for logprobs: true")
-    params = _params(service, given, spellings, limits)
+    params = _params(exchange, given)
     stream, usage = flag(values, "stream"), includes_usage(values)
     ids = await service.encode_chat(messages)
     return Call(
@@ -56,20 +54,22 @@ async def chat_call(service: Service, body: Mapping[str, Any], limits: HttpLimit
         ChatForm(service.name, usage=usage, logprobs=logprobs),
         stream,
         usage,
-        spellings,
     )
 
 
-async def completion_call(service: Service, body: Mapping[str, Any], limits: HttpLimits) -> Call:
-    """A plain completion of one prompt or several. Raises ApiError, RequestError."""
-    values = accepted(body, COMPLETION)
+async def completion_call(exchange: Exchange) -> Call:
+    """A plain completion of one prompt or several. Raises ApiError, RequestError,
+    ClientGoneError.
+    """
+    service = exchange.service
+    values = accepted(await exchange.body(), COMPLETION)
     check_model(service, values)
     prompts = _prompts(values.get("prompt"))
-    given, spellings = sampling(values, limits)
+    given, exchange.spellings = sampling(values, exchange.limits)
     echo, logprobs = flag(values, "echo"), values.get("logprobs")
     given["logprobs"] = logprobs
     given["prompt_logprobs"] = logprobs if echo else None
-    params = _params(service, given, spellings, limits, len(prompts))
+    params = _params(exchange, given, len(prompts))
     stream, usage = flag(values, "stream"), includes_usage(values)
     encoded = [await service.encode(prompt) for prompt in prompts]
     echoes = None
@@ -89,7 +89,7 @@ async def completion_call(service: Service, body: Mapping[str, Any], limits: Htt
     )
     timeout_s = values.get("timeout_s")
     requests = tuple(Request(ids, params, timeout_s=timeout_s) for ids in encoded)
-    return Call(requests, form, stream, usage, spellings)
+    return Call(requests, form, stream, usage)
 
 
 def check_model(service: Service, values: Values) -> None:
@@ -111,22 +111,14 @@ def no_model() -> ApiError:
     )
 
 
-def _params(
-    service: Service,
-    given: Mapping[str, Any],
-    spellings: Mapping[str, str],
-    limits: HttpLimits,
-    prompts: int = 1,
-) -> SamplingParams:
-    try:
-        params = service.params(**given)
-    except RequestError as exc:
-        raise as_invalid(exc, spellings) from None
-    if prompts * params.n > limits.choices:
+def _params(exchange: Exchange, given: Mapping[str, Any], prompts: int = 1) -> SamplingParams:
+    params = exchange.service.params(**given)
+    answers, most = prompts * params.n, exchange.limits.choices
+    if answers > most:
         raise ApiError(
             400,
-            f"the request asks for {prompts * params.n} answers, prompts times n; the most are "
-            f"{limits.choices}",
+            f"the request asks for {answers} answers, prompts times n; the most are {most}",
+            "invalid_value",
             param="n",
         )
     return params

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from ortolan.errors import EngineError
+from ortolan.errors import EngineError, UsageError
 from ortolan.runtime.serve.http_protocol import GuardedProtocol
 
 
@@ -74,11 +75,21 @@ class _Server(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(address)
+    listener = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        if os.name == "posix":  # elsewhere it would let two servers share a port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as exc:
+        if listener is not None:
+            listener.close()
+        raise UsageError(
+            f"HTTP port {port} on {host} cannot be had ({exc.strerror}); stop what listens there, "
+            "or choose another port"
+        ) from exc
     listener.setblocking(False)
     return listener
