@@ -85,7 +85,6 @@ class Endpoint:
         except asyncio.CancelledError:  # the server's time to shut down is over
             await _ended(work)
             await exchange.fail(CancelledError("the server is shutting down"))
-            raise
         finally:
             await _ended(work, gone)
 

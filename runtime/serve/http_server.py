@@ -14,6 +14,8 @@ from starlette.types import ASGIApp
 from ortolan.errors import EngineError, UsageError
 from ortolan.runtime.serve.http_protocol import GuardedProtocol
 
+_LAST_WORDS_S = 1.0
+
 
 class HttpServer:
     """Serves an ASGI application at an address. For one event loop; start once, stop once.
@@ -64,8 +66,13 @@ class HttpServer:
         self._server.should_exit = True
         await self._task
         self._task = None
-        for connection in tuple(self._server.server_state.connections):
-            connection.transport.abort()
+        state = self._server.server_state
+        if state.tasks:  # cancelled; each still says so to its client
+            await asyncio.wait(tuple(state.tasks), timeout=_LAST_WORDS_S)
+        for connection in tuple(state.connections):
+            connection.transport.close()
+            if connection.flow.write_paused:
+                connection.transport.abort()
 
 
 class _Server(uvicorn.Server):
