@@ -10,7 +10,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from ortolan.errors import CancelledError
+from ortolan.errors import CancelledError, TemplateError
 from ortolan.runtime.serve.http_body import ClientGoneError, HttpLimits, read_object
 from ortolan.runtime.serve.http_errors import ApiError, as_api_error
 from ortolan.runtime.serve.http_fields import COMMON
@@ -43,6 +43,11 @@ class Exchange:
 
     def error(self, exc: Exception) -> ApiError:
         """What the client is told of `exc`."""
+        if isinstance(
+            exc, TemplateError
+        ):  # it may say where the bundle lies, which is our business
+            shown = str(exc).replace(str(self.service.bundle.path), self.service.name)
+            exc = TemplateError(shown)
         return as_api_error(
             exc,
             request_id=self.scope[REQUEST_ID],

@@ -319,6 +319,13 @@ def test_errors_before_the_first_token_have_a_status(
                 assert answered.headers[header[0]] == header[1]
 
 
+def test_errors_do_not_say_where_the_bundle_lies() -> None:
+    """The server's folders are no business of its clients."""
+    with scripted(raising(TemplateError("/nowhere has no chat template"))) as server:
+        message = server.post(CHAT, {"messages": HELLO}).error["message"]
+    assert message == "scripted has no chat template"
+
+
 def test_failure_in_mid_stream_is_an_event(client: openai.OpenAI) -> None:
     """vllm#52852: a stream that just stops looks like an answer that is complete."""
     begun = [TokenEvent("Par", (7,)), EngineError("the logits are not finite")]
