@@ -124,7 +124,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def live(service: Any, limits: HttpLimits | None = None) -> Iterator[Live]:
+def live(
+    service: Any, limits: HttpLimits | None = None, max_connections: int = 64
+) -> Iterator[Live]:
     """Serves `service` at a free port of the loopback; does not close it."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="http-live", daemon=True)
@@ -133,7 +135,7 @@ def live(service: Any, limits: HttpLimits | None = None) -> Iterator[Live]:
     def run(coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(PATIENCE_S)
 
-    server = HttpServer(create_app(service, limits), "127.0.0.1", 0)
+    server = HttpServer(create_app(service, limits), "127.0.0.1", 0, max_connections)
     try:
         yield Live(service, server, loop, run(server.start()))
     finally:

@@ -71,8 +71,8 @@ Handler = Callable[[Exchange], Awaitable[None]]
 class Endpoint:
     """An ASGI application around a handler.
 
-    reads_body: whether the handler reads it. Then the client's leaving is watched for from the
-    body's end on, and cancels the handler wherever it is.
+    From the body's end on the client's leaving is watched for, and cancels the handler wherever
+    it is.
     """
 
     def __init__(self, handler: Handler, service: Service, limits: HttpLimits) -> None:

@@ -81,6 +81,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._stalled.cancel()
             self._stalled = None
 
+    def end(self) -> None:
+        """Close the connection; what a client does not read is dropped."""
+        if self.flow.write_paused:
+            self.transport.abort()
+        else:
+            self.transport.close()
+
     def _expect_request(self) -> None:
         if self._incoming is None:
             self._incoming = self.loop.call_later(_REQUEST_TIMEOUT_S, self._late)

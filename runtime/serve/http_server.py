@@ -35,7 +35,7 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=max_connections,
+            limit_concurrency=max_connections + 1,  # uvicorn refuses the one that reaches it
             # Longer than clients keep idle connections, so that none closes under a request.
             timeout_keep_alive=75,
         )
@@ -70,9 +70,8 @@ class HttpServer:
         if state.tasks:  # cancelled; each still says so to its client
             await asyncio.wait(tuple(state.tasks), timeout=_LAST_WORDS_S)
         for connection in tuple(state.connections):
-            connection.transport.close()
-            if connection.flow.write_paused:
-                connection.transport.abort()
+            assert isinstance(connection, GuardedProtocol)
+            connection.end()
 
 
 class _Server(uvicorn.Server):

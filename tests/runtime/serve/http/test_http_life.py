@@ -41,9 +41,11 @@ def cancelled(server: Live) -> int:
 
 
 @contextmanager
-def scripted(*events: TokenEvent, limits: HttpLimits | None = None) -> Iterator[Live]:
+def scripted(
+    *events: TokenEvent, limits: HttpLimits | None = None, max_connections: int = 64
+) -> Iterator[Live]:
     """Every request gets these events; without a finish reason it then waits for ever."""
-    with live(ScriptedService(lambda _: events), limits) as server:
+    with live(ScriptedService(lambda _: events), limits, max_connections) as server:
         yield server
 
 
@@ -130,6 +132,28 @@ def test_leaving_while_the_prompt_is_read_submits_nothing() -> None:
             wait_until(lambda: begun == ["x"])
         wait_until(lambda: not server.server._server.server_state.tasks)
         assert (service.streams, service.cancelled) == ([], 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_deadline_ends_a_request(server: Live, stream: bool) -> None:
+    """grpc#43360: the slot is free when time is over, and the client is told so."""
+    body = {**ENDLESS, "timeout_s": 0.1, "stream": stream}
+    answered = server.post(COMPLETIONS, body)
+    if answered.status == 200:  # the first token was earlier
+        *_, last = [line for line in answered.body.split(b"\n") if line]
+        assert json.loads(last[5:])["error"]["type"] == "timeout_error"
+    else:
+        assert (answered.status, answered.error["type"]) == (504, "timeout_error")
+    assert running(server) == 0
+
+
+def test_full_queue_says_when_to_come_back(server: Live) -> None:
+    """vllm#49445: past the cap the answer is at once, and helps the client to wait."""
+    with server.raw(http_request(COMPLETIONS, {**ENDLESS, "n": 16})):
+        wait_until(lambda: (running(server), waiting(server)) == (4, 12))
+        answered = server.post(COMPLETIONS, {"prompt": "x", "n": 5})  # at most 16 may wait
+        assert (answered.status, answered.error["type"]) == (429, "rate_limit_error")
+        assert int(answered.headers["retry-after"]) >= 1
 
 
 # ── Slow and silent ────────────────────────────────────────────────────────────────────────────
@@ -249,6 +273,16 @@ def test_nonsense_is_answered_and_the_connection_closed(sent: bytes, status: byt
         with suppress(BrokenPipeError, ConnectionResetError):
             client.sendall(sent)
         assert read_all(client)[:12] == b"HTTP/1.1 " + status
+
+
+def test_connections_past_the_limit_are_turned_away() -> None:
+    """Whoever opens many must not take the server's memory with them."""
+    with scripted(DONE, max_connections=2) as server, server.raw(), server.raw() as second:
+        wait_for_connections(server, 2)
+        with server.raw(http_request(COMPLETIONS, {"prompt": "x"})) as third:
+            assert read_all(third).startswith(b"HTTP/1.1 503")
+        second.sendall(http_request(COMPLETIONS, {"prompt": "x"}))
+        assert second.recv(12) == b"HTTP/1.1 200"
 
 
 def test_too_long_a_body_is_refused_before_it_comes() -> None:
