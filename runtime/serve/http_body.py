@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from ortolan.runtime.serve.http_errors import ApiError
 
 # A string, which may be unfinished, or a bracket. Possessive, so that no text takes long.
 _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
-# From here on parsing takes milliseconds, which the event loop's other streams would wait for.
-_LARGE_BYTES = 32 << 10
+# From here on parsing and checking take milliseconds, which other streams would wait for.
+LARGE_BYTES = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,10 @@ class ClientGoneError(Exception):
     """The client left before its request was complete; nobody is there to be told."""
 
 
-async def read_object(headers: Headers, receive: Receive, limits: HttpLimits) -> dict[str, Any]:
-    """The JSON object in a body. Raises ApiError, ClientGoneError."""
+async def read_body(headers: Headers, receive: Receive, limits: HttpLimits) -> bytes:
+    """A body that says it is JSON and is not too large. Raises ApiError, ClientGoneError."""
     _check_headers(headers, limits)
-    body = await _read(receive, limits)
-    if len(body) < _LARGE_BYTES:
-        return parse_object(body, limits)
-    return await asyncio.to_thread(parse_object, body, limits)
+    return await _read(receive, limits)
 
 
 def _check_headers(headers: Headers, limits: HttpLimits) -> None:

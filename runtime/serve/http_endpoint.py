@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from ortolan.errors import CancelledError, TemplateError
-from ortolan.runtime.serve.http_body import ClientGoneError, HttpLimits, read_object
+from ortolan.runtime.serve.http_body import (
+    LARGE_BYTES,
+    ClientGoneError,
+    HttpLimits,
+    parse_object,
+    read_body,
+)
 from ortolan.runtime.serve.http_errors import ApiError, as_api_error
 from ortolan.runtime.serve.http_fields import COMMON
 from ortolan.runtime.serve.service import Service
+
+T = TypeVar("T")
 
 REQUEST_ID = "ortolan.request_id"  # its key in the scope
 
@@ -36,10 +44,17 @@ class Exchange:
         self.send = send
         self.spellings: Mapping[str, str] = {name: name for name in (*COMMON, "prompt")}
         self.streaming = False
+        self._large = False
 
     async def body(self) -> dict[str, Any]:
         """The JSON object in the body. Raises ApiError, ClientGoneError."""
-        return await read_object(Headers(scope=self.scope), self.receive, self.limits)
+        body = await read_body(Headers(scope=self.scope), self.receive, self.limits)
+        self._large = len(body) >= LARGE_BYTES
+        return await self.aside(parse_object, body, self.limits)
+
+    async def aside(self, work: Callable[..., T], *args: Any) -> T:
+        """What `work` returns; on a thread if the body is large, so that no stream stalls."""
+        return await asyncio.to_thread(work, *args) if self._large else work(*args)
 
     def error(self, exc: Exception) -> ApiError:
         """What the client is told of `exc`."""

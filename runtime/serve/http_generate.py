@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from starlette.types import Send
@@ -44,14 +45,18 @@ def generating(make_call: MakeCall) -> Callable[[Exchange], Awaitable[None]]:
 
 
 async def _collect(send: Send, call: Call, answers: Answers) -> None:
-    n = call.requests[0].params.n
-    whole = [Answer() for _ in range(n * len(call.requests))]
-    total = Total(n)
+    params = call.requests[0].params
+    whole = [Answer() for _ in range(params.n * len(call.requests))]
+    total = Total(params.n)
     while (grown := await answers.next()) is not None:
         number, event = grown
         whole[number].add(event)
         total.add(number, event.usage)
-    await send_json(send, 200, call.form.whole(whole, total))
+    if params.logprobs is None:
+        body = call.form.whole(whole, total)
+    else:  # thousands of tokens with twenty likeliest each take a while to write down
+        body = await asyncio.to_thread(call.form.whole, whole, total)
+    await send_json(send, 200, body)
 
 
 async def _stream(exchange: Exchange, call: Call, answers: Answers) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ortolan.errors import RequestError
 from ortolan.runtime.serve.http_endpoint import Exchange, send_object
 from ortolan.runtime.serve.http_errors import invalid
 from ortolan.runtime.serve.http_fields import COMMON, Field, accepted
 from ortolan.runtime.serve.http_messages import checked_messages
-from ortolan.runtime.serve.http_requests import check_model, no_model
+from ortolan.runtime.serve.http_requests import check_ids, check_model, no_model
 from ortolan.runtime.serve.service import Service
 from ortolan.runtime.text.no_tokenizer import NoTokenizer, no_text
 
@@ -60,7 +59,7 @@ async def tokenize(exchange: Exchange) -> None:
     if ("messages" in values) == (prompt is not None):
         raise invalid("prompt", "or messages must be given, and not both")
     if prompt is None:
-        ids = await service.encode_chat(checked_messages(values["messages"]))
+        ids = await service.encode_chat(await exchange.aside(checked_messages, values["messages"]))
     elif isinstance(prompt, str):
         ids = await service.encode(prompt)
     else:
@@ -79,9 +78,7 @@ async def detokenize(exchange: Exchange) -> None:
         raise invalid("tokens", "must be a list of token ids")
     if isinstance(service.tokenizer, NoTokenizer):
         raise no_text()
-    vocab_size = service.manifest.model.vocab_size
-    if any(not 0 <= index < vocab_size for index in ids):
-        raise RequestError(f"tokens holds an id outside 0 to {vocab_size - 1}")
+    check_ids(service, "tokens", ids)
     text = await asyncio.to_thread(service.tokenizer.decode, ids)
     await send_object(exchange.send, 200, {"prompt": text})
 

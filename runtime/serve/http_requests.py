@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ async def chat_call(exchange: Exchange) -> Call:
     service = exchange.service
     values = accepted(await exchange.body(), CHAT)
     check_model(service, values)
-    messages = checked_messages(values.get("messages"))
+    messages = await exchange.aside(checked_messages, values.get("messages"))
     given, spellings = sampling(values, exchange.limits)
     exchange.spellings = {**spellings, "prompt": "messages", "logprobs": "top_logprobs"}
     logprobs = flag(values, "logprobs")
@@ -64,7 +64,7 @@ async def completion_call(exchange: Exchange) -> Call:
     service = exchange.service
     values = accepted(await exchange.body(), COMPLETION)
     check_model(service, values)
-    prompts = _prompts(values.get("prompt"))
+    prompts = await exchange.aside(_prompts, service, values.get("prompt"))
     given, exchange.spellings = sampling(values, exchange.limits)
     echo, logprobs = flag(values, "echo"), values.get("logprobs")
     given["logprobs"] = logprobs
@@ -72,12 +72,7 @@ async def completion_call(exchange: Exchange) -> Call:
     params = _params(exchange, given, len(prompts))
     stream, usage = flag(values, "stream"), includes_usage(values)
     encoded = [await service.encode(prompt) for prompt in prompts]
-    echoes = None
-    if echo:
-        echoes = [
-            prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt)
-            for prompt in prompts
-        ]
+    echoes = await exchange.aside(_echoes, service, prompts) if echo else None
     form = CompletionForm(
         service.name,
         usage=usage,
@@ -90,6 +85,23 @@ async def completion_call(exchange: Exchange) -> Call:
     timeout_s = values.get("timeout_s")
     requests = tuple(Request(ids, params, timeout_s=timeout_s) for ids in encoded)
     return Call(requests, form, stream, usage)
+
+
+def _echoes(service: Service, prompts: Sequence[str | list[int]]) -> list[str]:
+    """The prompts' texts."""
+    return [
+        prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt)
+        for prompt in prompts
+    ]
+
+
+def check_ids(service: Service, param: str, ids: Sequence[int]) -> None:
+    """Raises ApiError unless the model has all of these tokens."""
+    size = service.manifest.model.vocab_size
+    if ids and not 0 <= min(ids) <= max(ids) < size:
+        raise invalid(
+            param, f"holds an id that the model does not have; its ids are 0 to {size - 1}"
+        )
 
 
 def check_model(service: Service, values: Values) -> None:
@@ -124,19 +136,18 @@ def _params(exchange: Exchange, given: Mapping[str, Any], prompts: int = 1) -> S
     return params
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
+def _prompts(service: Service, value: Any) -> list[str | list[int]]:
     """The prompts in any of the four shapes. Raises ApiError."""
-    if isinstance(value, str) or _is_ids(value):
-        return [value]
-    if (
-        isinstance(value, list)
-        and value
-        and (all(isinstance(item, str) for item in value) or all(map(_is_ids, value)))
-    ):
-        return value
     if value is None:
         raise invalid("prompt", "is missing", "missing_required_parameter")
-    raise invalid("prompt", "must be text, a list of token ids, or a list of one of the two")
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    texts = isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts)
+    if not isinstance(prompts, list) or not prompts or not (texts or all(map(_is_ids, prompts))):
+        raise invalid("prompt", "must be text, a list of token ids, or a list of one of the two")
+    if not texts:
+        for ids in prompts:
+            check_ids(service, "prompt", ids)
+    return prompts
 
 
 def _is_ids(value: object) -> bool:

@@ -170,6 +170,7 @@ def test_conversations_that_cannot_be_served(
         ({"prompt": [300]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": [[5], [10**30]], "echo": True}, "prompt"),
         ({"prompt": [5] * 3000}, "prompt"),
         ({"prompt": [[5]] * 129}, "n"),
         ({"prompt": ["x"] * 65, "n": 2}, "n"),
@@ -190,6 +191,15 @@ def test_prompts_that_cannot_be_served(
         assert answered.status == 200
     else:
         assert (answered.status, answered.error["param"]) == (400, param), answered.body
+
+
+def test_tokens_that_do_not_exist_have_no_text(server: Live) -> None:
+    """An id from nowhere must not reach the tokenizer's library."""
+    for tokens in ([300], [-1], [10**30], ["x"], [True], "x", None):
+        answered = server.post("/detokenize", {"tokens": tokens})
+        assert (answered.status, answered.error["param"]) == (400, "tokens")
+    for body in ({}, {"prompt": 7}, {"prompt": "x", "messages": HELLO}):
+        assert server.post("/tokenize", body).error["param"] == "prompt"
 
 
 def test_too_long_a_prompt_is_refused_with_both_numbers(server: Live) -> None:
@@ -223,6 +233,15 @@ def test_bodies_are_bounded(server: Live, body: bytes, status: int) -> None:
     if status != 200:
         assert answered.error["message"]
         assert len(answered.body) < 800
+
+
+def test_large_bodies_are_answered_like_small_ones(server: Live) -> None:
+    """From 32 KiB on, parsing and checking happen on a thread."""
+    filler = {"metadata": ["x" * 100] * 400}
+    assert complete(server, echo=True, prompt=[5, 6], **filler).status == 200
+    assert chat(server, logprobs=True, **filler).status == 200
+    assert chat(server, messages="x", **filler).error["param"] == "messages"
+    assert server.call("POST", COMPLETIONS, b"[" * 40_000).error["code"] == "invalid_json"
 
 
 def test_depth_is_told_from_length(server: Live) -> None:
