@@ -28,6 +28,7 @@ OPTIONAL = (
     "grpc_health",
     "grpc_reflection",
     "grpc_status",
+    "httptools",
     "huggingface_hub",
     "ml_dtypes",
     "onnx",
@@ -35,6 +36,8 @@ OPTIONAL = (
     "onnxruntime",
     "onnxscript",
     "safetensors",
+    "starlette",
+    "uvicorn",
 )
 
 
