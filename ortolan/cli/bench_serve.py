@@ -91,8 +91,10 @@ _OPTIONS = (
         help="--serve: send ignore_eos, so that every answer has its most tokens.",
     ),
 )
-LOAD_OPTIONS = ("clients", "rate", "trace", "requests", "prompt_words", "output_tokens", "seed")
-LOAD_OPTIONS += ("warm_up", "timeout_s", "ignore_eos")
+LOAD_OPTIONS = (
+    *("clients", "rate", "trace", "requests", "prompt_words", "output_tokens"),
+    *("seed", "warm_up", "timeout_s", "ignore_eos"),
+)
 
 
 def load_options(command: Function) -> Function:
@@ -181,7 +183,6 @@ def _write_results(results: list[dict[str, Any]]) -> None:
         for row in results
     ]
     write_table(header, lines, numbers=range(1, len(header)))
-    header = ("server", "times in ms", "p50", "p90", "p99")
     names = (
         ("ttft_ms", "first token"),
         ("token_ms", "per token after it"),
@@ -195,7 +196,7 @@ def _write_results(results: list[dict[str, Any]]) -> None:
         if row[name] is not None
     ]
     if times:
-        write_table(header, times, numbers=(2, 3, 4))
+        write_table(("server", "times in ms", "p50", "p90", "p99"), times, numbers=(2, 3, 4))
 
 
 def _write_lost(results: list[dict[str, Any]]) -> None:

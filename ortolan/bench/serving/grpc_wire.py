@@ -1,4 +1,4 @@
-"""Completions over gRPC, by Ortolan's own client."""
+"""Completions over gRPC, by Ortolan's own client, whose events are kept and read later."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ortolan.errors import OrtolanError
 
 
 @dataclass
-class GrpcReply:
-    """A stream's events, and when each arrived."""
+class EventsReply:
+    """A stream of events of ours (the client's, or the engine's), and when each arrived."""
 
     events: list[tuple[float, Any]] = field(default_factory=list)
     end_s: float = 0.0
@@ -51,7 +51,7 @@ class GrpcWire:
         return (await self._client.models(timeout_s=10))[0]
 
     async def send(self, request: LoadRequest) -> Reply:
-        reply = GrpcReply()
+        reply = EventsReply()
         stream = self._client.stream(
             request.prompt, max_tokens=request.max_tokens, temperature=0.0, **self._more
         )

@@ -158,7 +158,8 @@ def _recorded(line: str, where: str) -> Recorded:
         raise UsageError(f"{where} is no JSON ({error})") from error
     if not isinstance(value, dict):
         raise UsageError(f"{where} is no JSON object")
-    arrival_s, prompt, most = (value.get(key) for key in ("arrival_s", "prompt", "max_tokens"))
+    fields: Any = (value.get(key) for key in ("arrival_s", "prompt", "max_tokens"))
+    arrival_s, prompt, most = fields
     if not _is_number(arrival_s) or not 0 <= arrival_s < float("inf"):
         raise UsageError(f"{where}: arrival_s must be a number of seconds from 0 on")
     if isinstance(prompt, list) and prompt and all(_is_whole(token_id) for token_id in prompt):

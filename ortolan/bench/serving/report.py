@@ -130,7 +130,7 @@ def _lost(lost: Sequence[Answered]) -> Document:
     """Kind -> how many, and what was said first."""
     found: Document = {}
     for one in lost:
-        kind = found.setdefault(one.outcome.lost, {"count": 0, "first": one.outcome.detail})
+        kind = found.setdefault(str(one.outcome.lost), {"count": 0, "first": one.outcome.detail})
         kind["count"] += 1
     return found
 
