@@ -60,8 +60,7 @@ class GrpcWire:
                 async for event in events:
                     reply.events.append((time.perf_counter(), event))
         except OrtolanError as error:
-            kind = type(error).__name__.removesuffix("Error")
-            return Lost(f"refused or failed: {kind}", str(error), time.perf_counter())
+            return Lost(type(error).__name__, str(error), time.perf_counter())
         reply.end_s = time.perf_counter()
         return reply
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ortolan.bench.serving.load import LoadRequest
 
-# How a request may be lost; a status names its number.
+# How a request may be lost; "status N" and, over gRPC, names of our errors are others.
 NOT_CONNECTED = "not connected"
 DROPPED = "connection dropped"
 ERROR = "error in the stream"

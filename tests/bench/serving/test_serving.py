@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_openai import FakeOpenAi, fake_openai
 
 from ortolan.bench.serving.drive import Round, closed_loop, open_loop
+from ortolan.bench.serving.grpc_wire import EventsReply
 from ortolan.bench.serving.http_wire import HttpWire
 from ortolan.bench.serving.load import LoadRequest, ServePlan
 from ortolan.bench.serving.outcome import Outcome
@@ -223,6 +225,24 @@ def test_base_url_as_clients_want_it_is_understood() -> None:
     assert read_address("http://h:1/v1").path == ""
     assert read_address("http://h:1/api/v1/").path == "/api"
     assert read_address("http://[::1]:1").host == "::1"
+
+
+def event(arrived_s: float, *token_ids: int, **more: Any) -> tuple[float, Any]:
+    """An event of a stream, as the client and the engine make them."""
+    return arrived_s, SimpleNamespace(
+        token_ids=token_ids, **{"finish_reason": None, "usage": None, **more}
+    )
+
+
+def test_tokens_of_events_are_counted_where_they_came() -> None:
+    """An event without tokens (text held back) is no first token; one may hold several."""
+    usage = SimpleNamespace(completion_tokens=4)
+    events = [event(1.0), event(2.0, 5), event(3.0, 6, 7, 8)]
+    last = event(4.0, finish_reason="stop", usage=usage)
+    found = EventsReply([*events, last], end_s=5.0).outcome()
+    assert (found.first_s, found.last_s, found.tokens, found.lost) == (2.0, 3.0, 4, None)
+    assert EventsReply(events, end_s=5.0).outcome().lost == "no finish reason"
+    assert EventsReply([], end_s=5.0).outcome().lost == "no finish reason"
 
 
 # ── The report, from numbers made by hand ──────────────────────────────────────────────────────
