@@ -67,6 +67,8 @@ class FakeOpenAi:
         if name == "status":
             _write(writer, 503, json.dumps({"error": {"message": "come back later"}}))
             return True
+        while name == "after a client left" and self.unfinished == 0:
+            await asyncio.sleep(0.01)
         if name == "drop at once":
             return False
         if name == "not http":

@@ -13,7 +13,7 @@ from serve_vs_llama_server import judge
 
 from ortolan.errors import BenchError
 
-WAITS = "import pathlib, sys, time\npathlib.Path(sys.argv[1]).touch()\ntime.sleep(600)"
+WAITS = "import pathlib, sys, time\npathlib.Path(sys.argv[1]).touch()\ntime.sleep(60)"
 
 
 def test_server_ends_with_the_benchmark_whatever_happens(tmp_path: Path) -> None:
