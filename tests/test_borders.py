@@ -120,6 +120,7 @@ ROOMS = {
         may_import=(
             *OPEN_TO_ALL,
             "ortolan.bench.*",
+            "ortolan.client.*",
             "ortolan.graphs",
             "ortolan.graphs.contract",
             "ortolan.graphs.manifest",

@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from ortolan.bench.cases import Plan
+from ortolan.cli.bench_serve import LOAD_OPTIONS, bench_servers, load_options
 from ortolan.cli.options import (
     MAX_THREADS,
     Function,
-    bundle_argument,
     debug_option,
     default_of,
     engine_options,
@@ -62,7 +62,13 @@ def _sweep(name: str, field: str, help_text: str) -> Callable[[Function], Functi
 
 
 @click.command(short_help="Measure speed, and how far it is from the machine's limits.")
-@bundle_argument
+@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--serve",
+    metavar="ADDRESS",
+    help="Load a server instead of a bundle: http://host:port (OpenAI-compatible) or "
+    "grpc://host:port (Ortolan's).",
+)
 @click.option(
     "--threads",
     metavar="N,N,...",
@@ -94,7 +100,8 @@ def _sweep(name: str, field: str, help_text: str) -> Callable[[Function], Functi
     "--against",
     metavar="NAME:PATH",
     multiple=True,
-    help="Another engine in the same rounds: llama.cpp:FILE.gguf, genai:FOLDER, openvino:FILE.",
+    help="Another engine in the same rounds: llama.cpp:FILE.gguf, genai:FOLDER, openvino:FILE; "
+    "with --serve another server's address.",
 )
 @click.option(
     "--llama-bin",
@@ -116,10 +123,14 @@ def _sweep(name: str, field: str, help_text: str) -> Callable[[Function], Functi
     help="Draw batch scaling, context scaling and roofline: FILE.png, FILE.svg, or both.",
 )
 @click.option("--quick", is_flag=True, help="Small measurements of the machine; for tests.")
+@load_options
 @engine_options("provider", "cache_dir", "accuracy")
 @debug_option
+@click.pass_context
 def bench(
-    bundle: Path,
+    ctx: click.Context,
+    bundle: Path | None,
+    serve: str | None,
     threads: tuple[int, ...] | None,
     batch: tuple[int, ...],
     prompt: tuple[int, ...],
@@ -132,14 +143,22 @@ def bench(
     output: str,
     plot: Path | None,
     quick: bool,
+    load: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
     """Measure BUNDLE's speed, prefill and decode apart, beside the bound that each one hits.
+
+    With --serve, measure a running server: throughput and waiting times of many clients.
 
     Bytes and operations are counted from the graphs; the machine's read bandwidth and matrix
     peak are measured in the same rounds. Figures are medians over the rounds; a warm-up run of
     every case is left out. Needs the extra bench.
     """
+    _check_mode(ctx, bundle, serve)
+    if serve is not None:
+        bench_servers((serve, *against), load, repeat, output, _progress)
+        return
+    assert bundle is not None
     from ortolan.optional import require
 
     for package, extra in (("onnx", "bench"), ("onnxruntime", "cpu")):
@@ -187,6 +206,25 @@ def bench(
         from ortolan.cli.bench_table import write_report
 
         write_report(found)
+
+
+# What means something both for a bundle and for a server.
+_COMMON = ("bundle", "serve", "repeat", "against", "output")
+
+
+def _check_mode(ctx: click.Context, bundle: Path | None, serve: str | None) -> None:
+    """Raises UsageError unless there is a bundle or a server, and only options for it."""
+    if (bundle is None) == (serve is None):
+        raise UsageError("give either BUNDLE, to measure it here, or --serve ADDRESS")
+    given = click.core.ParameterSource.COMMANDLINE
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        # Those without a value in the context, such as --debug, mean something everywhere.
+        if name in _COMMON or ctx.get_parameter_source(name) is not given:
+            continue
+        if name in ctx.params and (name in LOAD_OPTIONS) != (serve is not None):
+            mode = "a bundle" if serve is None else "a server"
+            raise UsageError(f"{parameter.opts[0]} means nothing when {mode} is measured")
 
 
 def _progress(text: str) -> None:
