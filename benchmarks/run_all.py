@@ -12,7 +12,6 @@ from typing import Any
 SCRIPTS = (
     "vs_llama_cpp",
     "vs_bare_loop",
-    "rows_vs_llama_cpp",
     "rows_vs_bare_loop",
     "continuous_batching",
     "long_prompt_gap",
