@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from grpc_serving import (
     LONG,
+    NO_RETRY,
     PROMPT,
     MockService,
     begun,
