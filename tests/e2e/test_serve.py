@@ -154,6 +154,22 @@ def test_wrong_setting_is_exit_status_2(
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "extra"), [(["client", "stats"], "client"), (["serve"], "serve")]
+)
+def test_missing_package_is_named_with_its_extra(
+    run_cli: RunCli, tiny_bundle: Path, tmp_path: Path, command: list[str], extra: str
+) -> None:
+    """The base install has neither; the reader learns what to type."""
+    hide = 'import sys\nsys.modules["grpc"] = None\n'
+    (tmp_path / "sitecustomize.py").write_text(hide)
+    arguments = [*command, *([str(tiny_bundle)] if extra == "serve" else [])]
+    done = run_cli(*arguments, env={"PYTHONPATH": str(tmp_path)}, check=False)
+    assert done.returncode == 1
+    assert f"pip install 'ortolan[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_every_setting_has_an_option() -> None:
     """A field of EngineConfig that only a file can set would be found by nobody."""
     from ortolan.cli.serve import _HELP

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 from ortolan.bench.serving.load import LoadRequest
@@ -40,10 +39,11 @@ class GrpcWire:
     """A channel to one of our servers, at host:port."""
 
     def __init__(self, address: str, ignore_eos: bool = False) -> None:
-        client = import_module("ortolan.client.aio")
-        calls = import_module("ortolan.client.calls")
+        from ortolan.client.aio import AsyncClient
+        from ortolan.client.calls import RetryPolicy
+
         # A request that is turned away is lost here, not sent again in silence.
-        self._client = client.AsyncClient(address, retry=calls.RetryPolicy(max_retries=0))
+        self._client = AsyncClient(address, retry=RetryPolicy(max_retries=0))
         self._more: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
 
     async def greet(self) -> Any:

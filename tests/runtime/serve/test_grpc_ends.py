@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from grpc_serving import (
     LONG,
+    NO_RETRY,
     PROMPT,
     MockService,
     begun,
@@ -23,6 +23,7 @@ from grpc_serving import (
     until,
 )
 
+from ortolan.client.aio import AsyncClient
 from ortolan.client.types import Event
 from ortolan.errors import CancelledError, EngineError, OrtolanError, TimedOutError
 
@@ -48,20 +49,23 @@ async def test_call_that_its_client_leaves_frees_every_choice_within_a_step(how:
         assert service.stats().ended["cancelled"] == 3
 
 
+@pytest.mark.parametrize("how", ["cancel", "disconnect"])
 @in_loop
-async def test_call_that_waits_and_is_left_never_runs() -> None:
+async def test_call_that_waits_and_is_left_never_runs(how: str) -> None:
     """A waiting request has no event to write: nothing but the cancellation tells of its client."""
     async with mock_serving(slots=1) as (service, client):
         first = await begun(service, client)
-        waiting = asyncio.create_task(anext(client.stream(PROMPT, n=3, **LONG)))
+        other = AsyncClient(client.address, retry=NO_RETRY)
+        waiting = asyncio.create_task(anext(other.stream(PROMPT, n=3, **LONG)))
         # The engine takes requests between steps only.
         await until(lambda: service.told)
         service.gate.step()
         await until(lambda: service.stats().waiting == 3)
         await held(service)
-        waiting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await waiting
+        if how == "cancel":
+            waiting.cancel()
+        await other.close()
+        await asyncio.gather(waiting, return_exceptions=True)
         await until(lambda: service.told)
         service.gate.step()
         await until(lambda: service.stats().waiting == 0)
