@@ -38,10 +38,14 @@ class FakeOpenAi:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
         self.connections += 1
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
-            while await self._exchange(reader, writer):
-                await writer.drain()
-        writer.close()
+        try:
+            with suppress(asyncio.IncompleteReadError, ConnectionError):
+                while await self._exchange(reader, writer):
+                    await writer.drain()
+        finally:  # also when the server ends, or the transport outlives its loop
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()

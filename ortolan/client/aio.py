@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -41,11 +41,13 @@ class AsyncClient:
         self._stub: Any = None
         self._closed = False
 
-    def stream(self, prompt: Prompt, **settings: Unpack[Settings]) -> AsyncIterator[Event]:
+    def stream(self, prompt: Prompt, **settings: Unpack[Settings]) -> AsyncGenerator[Event]:
         """What a prompt's answers grow by; closing the iterator cancels the call."""
         return self._stream("Generate", convert.asked_to_generate(prompt, settings))
 
-    def stream_chat(self, messages: Messages, **settings: Unpack[Settings]) -> AsyncIterator[Event]:
+    def stream_chat(
+        self, messages: Messages, **settings: Unpack[Settings]
+    ) -> AsyncGenerator[Event]:
         """The same for the answer to a conversation."""
         return self._stream("Chat", convert.asked_to_chat(messages, settings))
 
@@ -128,7 +130,7 @@ class AsyncClient:
                     raise error_of(error, self.address) from error
             await asyncio.sleep(wait_s)
 
-    async def _stream(self, name: str, asked: Asked) -> AsyncIterator[Event]:
+    async def _stream(self, name: str, asked: Asked) -> AsyncGenerator[Event]:
         attempts = Attempts(self._retry, asked.timeout_s)
         while True:
             method, begun = self._method(name), False
