@@ -18,6 +18,9 @@ MAX_LOGPROBS = 20
 MAX_THREADS = 1024
 MAX_PRIORITY = 100
 MAX_CHOICES = 128
+# The matcher of stop strings is built on the engine's thread, for every choice.
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 8192
 
 
 class FrozenBias(dict[int, float]):
@@ -188,6 +191,12 @@ def _stop(value: object) -> tuple[str, ...]:
             raise RequestError(
                 f"stop holds {_shown(text)}; it must be a non-empty string or a list of them"
             )
+    characters = sum(map(len, value))
+    if len(value) > MAX_STOP_STRINGS or characters > MAX_STOP_CHARACTERS:
+        raise RequestError(
+            f"stop holds {len(value)} strings of {characters} characters in all; at most "
+            f"{MAX_STOP_STRINGS} of {MAX_STOP_CHARACTERS} may be given"
+        )
     return tuple(value)
 
 
