@@ -67,8 +67,9 @@ def test_csv_has_one_line_for_each_server(run: Run, fake: FakeOpenAi) -> None:
     ours, theirs = csv.DictReader(io.StringIO(done.stdout))
     assert (ours["system"], ours["lost"], ours["ratio"]) == (fake.url, "1", "")
     assert (theirs["system"], theirs["lost"]) == (other.url, "0")
-    for name in ("tokens_per_s", "ttft_ms_p50", "token_ms_p99", "ratio", "ttft_ratio_low"):
+    for name in ("tokens_per_s", "ttft_ms_p50", "ratio", "ttft_ratio_low"):
         assert float(theirs[name]) > 0
+    assert float(theirs["token_ms_p99"]) >= 0  # 0 where a whole answer came in one piece
 
 
 def test_trace_is_sent_as_recorded(run: Run, fake: FakeOpenAi, tmp_path: Path) -> None:
