@@ -34,7 +34,7 @@ _HELP = {
     "gap_ms": ("X", "The same in milliseconds.  [default: no such bound]"),
     "kv_tokens": ("N", "Most tokens whose KV is held.  [default: by free memory]"),
     "prefix_cache_mb": ("N", "MiB for KV of earlier prompts.  [default: by free memory]"),
-    "max_waiting": ("N", "Most answers that may wait."),
+    "max_waiting": ("N", "Most requests that may wait."),
     "max_waiting_tokens": ("N", "Most prompt tokens that may wait."),
     "priority_patience": ("N", "How many may overtake a request that waits."),
     "accuracy": ("NAME", "default: int8 activations; exact: float32, slower."),
@@ -74,8 +74,8 @@ def _setting_options(command: Function) -> Function:
 def serve(bundle: Path, config_file: Path | None, **flags: Any) -> None:
     """Serve BUNDLE until SIGTERM or Ctrl-C; running requests then have --grace to end.
 
-    A setting is taken from its option, else from the variable ORTOLAN_SERVE_NAME, else from
-    --config FILE, else it is the default.
+    A setting is taken from its option, else from a variable named like ORTOLAN_SERVE_MAX_SLOTS,
+    else from --config FILE, else it is the default. There is no authentication or encryption.
     """
     settings = gather(flags, os.environ, config_file)
     _show(settings.listed)
