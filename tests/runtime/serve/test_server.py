@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,15 +94,18 @@ def test_streams_that_outlast_the_grace_end_with_an_error(start: Start) -> None:
 def test_second_signal_ends_the_process_at_once(start: Start) -> None:
     """Whoever presses Ctrl-C twice means it; a step that hangs must not hold the process."""
     process, client = start(grace=3600, step_s=3600)
-    stream = client.stream(PROMPT, n=2, **LONG)
-    next(stream)
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout is not None
-    assert "a second signal ends now" in process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 128 + signal.SIGINT
-    with pytest.raises(EngineError):
-        list(stream)
+    # The step that hangs may be the first, so no event is waited for.
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(client.generate, PROMPT, n=2, **LONG)
+        while client.stats().running < 2 and not stream.done():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        assert "a second signal ends now" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
+        with pytest.raises(EngineError):
+            stream.result(60)
 
 
 class _Http:
