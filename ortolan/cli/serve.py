@@ -12,6 +12,7 @@ import click
 
 from ortolan.cli.options import bundle_argument, debug_option, option_name
 from ortolan.cli.output import note, write, write_table
+from ortolan.errors import UsageError
 from ortolan.runtime.serve.config import DEFAULTS, TYPES, Setting, gather, parsed
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -88,6 +89,7 @@ def serve(bundle: Path, config_file: Path | None, **flags: Any) -> None:
     from ortolan.runtime.serve import server
 
     server.check_ports(settings.serve)
+    _check_port_file(settings.serve.port_file)
     service = server.open_service(Bundle.open(bundle), settings)
     server.run(
         service,
@@ -102,6 +104,12 @@ def _show(settings: tuple[Setting, ...]) -> None:
     write_table(("setting", "value", "from"), rows)
 
 
+def _check_port_file(port_file: str | None) -> None:
+    """Raises UsageError if the file's folder is missing, before a model is loaded for nothing."""
+    if port_file is not None and not Path(port_file).absolute().parent.is_dir():
+        raise UsageError(f"port_file {port_file}: its folder does not exist; make it first")
+
+
 def _say_ready(model: str, addresses: Any, port_file: str | None) -> None:
     """One line per server: these are a promise, as scripts read them."""
     if addresses.grpc is not None:
@@ -114,5 +122,10 @@ def _say_ready(model: str, addresses: Any, port_file: str | None) -> None:
         text = json.dumps({"model": model, "grpc": addresses.grpc, "http": addresses.http})
         # Whoever waits for the file must not find half of it.
         draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(text + "\n", encoding="utf-8")
-        draft.replace(path)
+        try:
+            draft.write_text(text + "\n", encoding="utf-8")
+            draft.replace(path)
+        except OSError as error:
+            raise UsageError(
+                f"port_file {port_file}: cannot be written ({error.strerror})"
+            ) from error

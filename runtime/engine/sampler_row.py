@@ -16,6 +16,8 @@ IdArray = NDArray[np.int64]
 # Temperatures are float32 in the graph, and their reciprocal has to be finite. So cold, only
 # tokens whose logits are equal share the probability: clamping changes no outcome.
 _COLDEST, _HOTTEST = 1e-30, 1e30
+# Logits are below 1e4: at the coldest they must still fit float32 when a penalty has scaled them.
+_LEAST_SCALE, _MOST_SCALE = 1e-4, 1e4
 
 # Random numbers come in blocks, since setting up a generator costs 13 us and a number 0.1 us.
 _DRAWS_PER_BLOCK = 64
@@ -59,10 +61,11 @@ class SamplerRow:
         )
         for token_id, bias in params.logit_bias.items():
             self._adjust(token_id, 1.0, bias)
+        self._repetition = min(max(params.repetition_penalty, _LEAST_SCALE), _MOST_SCALE)
         if params.repetition_penalty != 1.0:
             for token_id in set(prompt_ids):
                 bias = params.logit_bias.get(token_id, 0.0)
-                self._adjust(token_id, params.repetition_penalty, bias)
+                self._adjust(token_id, self._repetition, bias)
 
     @property
     def num_adjusted(self) -> int:
@@ -78,7 +81,7 @@ class SamplerRow:
             # From the count, not by adding up: no drift over a long answer.
             penalty = params.presence_penalty + params.frequency_penalty * count
             bias = params.logit_bias.get(token_id, 0.0) - penalty
-            self._adjust(token_id, params.repetition_penalty, bias)
+            self._adjust(token_id, self._repetition, bias)
 
     def uniform(self) -> float:
         """The random number in [0, 1) of the current position.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -118,12 +119,20 @@ def _from_file(file: Path | None) -> list[Setting]:
         raise UsageError(f"{file}: cannot be read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file}: is not TOML ({error})") from error
+    except (ValueError, RecursionError) as error:  # what tomllib lets through of int's own limits
+        raise UsageError(
+            f"{file}: holds a number of thousands of digits, or brackets hundreds deep; "
+            "no setting needs them"
+        ) from error
     settings = []
     for name, value in values.items():
         if name not in TYPES:
             _unknown(f"{file}: {name}", name, tuple(TYPES))
         if not _fits(value, TYPES[name]):
-            raise UsageError(f"{file}: {name} is {value!r}; it must be {_expected(TYPES[name])}")
+            shown = reprlib.repr(value)
+            raise UsageError(f"{file}: {name} is {shown}; it must be {_expected(TYPES[name])}")
+        if isinstance(value, str) and "\0" in value:  # the environment and flags cannot hold it
+            raise UsageError(f"{file}: {name} holds a zero character; remove it")
         settings.append(Setting(name, value, str(file)))
     return settings
 
@@ -157,7 +166,7 @@ def parsed(text: str, kind: Any, where: str) -> Any:
                 return option(text)
             except ValueError:
                 pass
-    raise UsageError(f"{where} is {text!r}; it must be {_expected(kind)}")
+    raise UsageError(f"{where} is {reprlib.repr(text)}; it must be {_expected(kind)}")
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
@@ -170,11 +179,22 @@ def _fits(value: object, kind: Any) -> bool:
             if value in get_args(option):
                 return True
         elif option is float:
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            if _is_number(value):
                 return True
         elif isinstance(value, option) and not isinstance(value, bool):
             return True
     return False
+
+
+def _is_number(value: object) -> bool:
+    """Whether a float can hold it, be it infinite; TOML has whole numbers of any length."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def _expected(kind: Any) -> str:

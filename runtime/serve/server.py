@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import reprlib
 import signal
 import socket
 import time
@@ -29,7 +30,7 @@ class Addresses:
 def check_ports(config: ServeConfig) -> None:
     """Raises UsageError if a port cannot be had, before a model is loaded for nothing."""
     for name, port in (("grpc_port", config.grpc_port), ("http_port", config.http_port)):
-        if port in ("off", 0):
+        if port == "off":
             continue
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(
@@ -39,10 +40,15 @@ def check_ports(config: ServeConfig) -> None:
                 if os.name == "posix":  # as both servers do, so that old connections do not matter
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
+        except UnicodeError as error:  # a label that is empty or too long, half a surrogate pair
+            raise UsageError(
+                f"host is {reprlib.repr(config.host)}, which cannot be an address; give one of "
+                "this machine, such as 127.0.0.1"
+            ) from error
         except OSError as error:
             raise UsageError(
                 f"{name} {port} on {config.host} cannot be had ({error.strerror}); stop what "
-                "listens there, or choose another port"
+                "listens there, or choose another port or an address of this machine"
             ) from error
 
 

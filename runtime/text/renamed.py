@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from ortolan.errors import BundleError
+from ortolan.runtime.text.library import ids_of
 
 
 class RenamedTokenizer:
@@ -35,8 +36,7 @@ class RenamedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` without BOS or EOS."""
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
-        return ids
+        return ids_of(self._library, text)
 
     def rename(self, text: str, spans: Iterable[tuple[int, int]]) -> str:
         """`text` with the markers at `spans` (start, end; ascending) renamed."""

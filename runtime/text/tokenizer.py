@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 
 from ortolan.errors import BundleError, RequestError
+from ortolan.runtime.text.library import ids_of
 from ortolan.runtime.text.markers import Markers, RenderedChat
 from ortolan.runtime.text.renamed import RenamedTokenizer
 from ortolan.runtime.text.token_bytes import SPACE, TokenBytes
@@ -141,8 +142,7 @@ class Tokenizer:
                 f"the prompt holds half a surrogate pair at character {error.start}, "
                 "which is no character; send valid Unicode"
             ) from error
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
-        return ids
+        return ids_of(self._library, text)
 
 
 def _is_marker(content: str) -> bool:

@@ -112,6 +112,17 @@ def test_a_broken_row_fails_alone(sampler: Sampler, bad: float, broken: Sampling
     assert [found[0], found[2]] == [clean[0], clean[2]]
 
 
+@pytest.mark.parametrize("penalty", [5e-324, 1e-40, 1e-20, 1e20, 1e308])
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1.0])
+@pytest.mark.filterwarnings("error")
+def test_any_repetition_penalty_leaves_a_token_to_draw(
+    sampler: Sampler, penalty: float, temperature: float
+) -> None:
+    """A number that a request may send must not end as a fault of the model's."""
+    params = SamplingParams(repetition_penalty=penalty, temperature=temperature, seed=1)
+    draw(sampler, random_logits(6, batch=1)[0], row_of(params, prompt=[1, 2, 3], answer=[4]))
+
+
 LOGPROB_PARAMS = [
     GREEDY,
     SamplingParams(seed=1),

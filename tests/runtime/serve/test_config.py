@@ -55,6 +55,10 @@ def test_defaults_are_the_dataclasses(toml: Any) -> None:
         ("grpc_port = 'on'", "grpc_port is 'on'; it must be a whole number or off"),
         ("accuracy = 'high'", "accuracy is 'high'; it must be default or exact"),
         ("max_slots = ", "is not TOML"),
+        (f"max_slots = {'9' * 5000}", "thousands of digits"),
+        (f"max_slots = {'[' * 5000}", "brackets hundreds deep"),
+        (f"grace = 1{'0' * 400}", "it must be a number"),
+        ('cache_dir = "a\\u0000b"', "cache_dir holds a zero character"),
     ],
 )
 def test_file_that_says_something_else_is_refused(toml: Any, text: str, said: str) -> None:

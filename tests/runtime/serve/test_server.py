@@ -182,6 +182,9 @@ def test_port_in_use_is_found_before_a_model_is_loaded() -> None:
         server.check_ports(ServeConfig(grpc_port=0, http_port="off"))
     with pytest.raises(UsageError, match=r"on no-such-host\.invalid cannot be had"):
         server.check_ports(ServeConfig(host="no-such-host.invalid"))
+    for host in ("\udcff", "a" * 80 + ".x"):
+        with pytest.raises(UsageError, match="which cannot be an address"):
+            server.check_ports(ServeConfig(host=host, grpc_port=0, http_port=0))
 
 
 @in_loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,28 @@ def test_training_length_in_the_file_does_not_cut_prompts(
 
 
 # What is refused
+
+
+@pytest.mark.parametrize("start", ["", "<think>"])
+def test_long_text_does_not_hold_up_other_threads(byte_level: Tokenizer, start: str) -> None:
+    """One caller's prompt of megabytes must not halt everybody's streams for seconds."""
+    done, ticks = threading.Event(), 0
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.wait(0.001):
+            ticks += 1
+
+    text = start + "a b " * 200_000
+    byte_level.encode(start + "a")  # what is made once is made
+    thread = threading.Thread(target=tick)
+    thread.start()
+    ids, seen = byte_level.encode(text), ticks
+    done.set()
+    thread.join()
+    assert seen >= 10  # no more than 3 while the library keeps the lock
+    assert byte_level.decode(ids) == text
+    assert ids[-800:] == byte_level.encode("a b " * 200)
 
 
 def test_half_a_surrogate_pair_is_the_callers_error(byte_level: Tokenizer) -> None:
