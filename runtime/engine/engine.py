@@ -259,12 +259,6 @@ class Engine:
         vocab_size = self._model.config.vocab_size
         if not ids:
             raise RequestError("the prompt is empty; give at least one token")
-        for token_id in ids:
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"the prompt holds the token id {token_id}; the model's ids are 0 to "
-                    f"{vocab_size - 1}"
-                )
         if len(ids) > self._max_context:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens; the context holds {self._max_context}; "
@@ -275,6 +269,12 @@ class Engine:
                 f"the prompt has {len(ids)} tokens; the KV budget holds {self.context}; "
                 "shorten it, or raise kv_tokens"
             )
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"the prompt holds the token id {token_id}; the model's ids are 0 to "
+                    f"{vocab_size - 1}"
+                )
 
     def _check_room(self, request: Request) -> None:
         queue = self._scheduler.queue
