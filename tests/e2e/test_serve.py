@@ -195,3 +195,24 @@ def test_server_that_is_still_loading_ends_by_a_signal(tmp_path: Path, tiny_bund
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode in (0, 128 + signal.SIGTERM)
+
+
+def test_port_file_without_a_folder_is_found_before_loading(
+    tiny_bundle: Path, run_cli: RunCli, tmp_path: Path
+) -> None:
+    """A server that nobody can find must not load its model first and fail then."""
+    missing = tmp_path / "missing" / "ports.json"
+    done = run_cli(
+        "serve",
+        tiny_bundle,
+        "--grpc-port",
+        "0",
+        "--http-port",
+        "0",
+        "--port-file",
+        missing,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "its folder does not exist; make it first" in done.stderr
+    assert "is ready" not in done.stdout
