@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -166,11 +167,22 @@ async def test_draining_lets_streams_finish_and_refuses_new_ones() -> None:
 
 @in_loop
 async def test_draining_ends_what_takes_too_long_with_an_error() -> None:
-    async with running(slots=1) as (front, _):
-        streams = [await front.submit(request(4, max_tokens=90)) for _ in range(50)]
-        await front.drain(0)
+    async with running(slots=1) as (front, model):
+        gate, decode = threading.Event(), model.decode
+
+        def decode_at_the_gate(*args: Any) -> Any:
+            gate.wait(10)
+            return decode(*args)
+
+        model.decode = decode_at_the_gate
+        stream = await front.submit(request(4, max_tokens=90))
+        draining = asyncio.create_task(front.drain(0))
+        while not front._closing:
+            await asyncio.sleep(0)
+        gate.set()  # the step that was running ends; the request has not
+        await draining
         with pytest.raises(CancelledError, match="closed"):
-            await read(streams[-1])
+            await read(stream)
 
 
 @in_loop
