@@ -18,7 +18,9 @@ class EngineWire:
     """Requests straight to the AsyncEngine: no server, no connection, prompts encoded before."""
 
     def __init__(self, bundle: Path, threads: int) -> None:
-        self._service = Service(Bundle.open(bundle), EngineConfig(threads=threads))
+        self._service = Service(
+            Bundle.open(bundle), EngineConfig(threads=threads, prefix_cache_mb=0)
+        )
         self._ids: dict[str | tuple[int, ...], list[int]] = {}
 
     async def prepare(self, plan: ServePlan) -> None:

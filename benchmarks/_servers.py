@@ -84,7 +84,8 @@ def ortolan_server(bundle: Path, threads: int) -> Iterator[Ours]:
     with tempfile.TemporaryDirectory(prefix="ortolan-ports-") as folder:
         ports = Path(folder) / "ports.json"
         command = ortolan_command(
-            *("serve", bundle.absolute(), "--threads", threads),
+            # Both addresses are sent the same prompts: the second must not find the first's KV.
+            *("serve", bundle.absolute(), "--threads", threads, "--prefix-cache-mb", 0),
             *("--grpc-port", 0, "--http-port", 0, "--port-file", ports),
         )
         with started(command, ports.exists):
