@@ -18,9 +18,10 @@ MAX_LOGPROBS = 20
 MAX_THREADS = 1024
 MAX_PRIORITY = 100
 MAX_CHOICES = 128
-# The matcher of stop strings is built on the engine's thread, for every choice.
-MAX_STOP_STRINGS = 64
-MAX_STOP_CHARACTERS = 8192
+# A matcher takes half a kilobyte and microseconds per character, for each choice and on the
+# engine's thread: a message full of stop strings would halt every stream for seconds.
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARACTERS = 4096
 
 
 class FrozenBias(dict[int, float]):

@@ -38,35 +38,19 @@ _FINISH_REASONS = {
 # about 700 kB; clients in every language refuse messages above 4 MiB unless told otherwise.
 _MOST_POSITIONS = 1024
 
-# A matcher takes half a kilobyte and microseconds per character, for each choice and on the
-# engine's thread: a message full of stop strings would halt every stream for seconds.
-MOST_STOPS = 32
-MOST_STOP_CHARACTERS = 4096
-
 
 def sampling_fields(message: pb.SamplingParams) -> dict[str, Any]:
-    """The fields that the message sets, as arguments of the runtime's SamplingParams.
-
-    Raises RequestError if there is too much to stop at.
-    """
+    """The fields that the message sets, as arguments of the runtime's SamplingParams."""
     given: dict[str, Any] = {
         name: getattr(message, name) for name in _SCALARS if message.HasField(name)
     }
     if message.logit_bias:
         given["logit_bias"] = dict(message.logit_bias)
     if message.stop:
-        _check_stops(message.stop)
         given["stop"] = tuple(message.stop)
     if message.stop_token_ids:
         given["stop_token_ids"] = tuple(message.stop_token_ids)
     return given
-
-
-def _check_stops(stops: Sequence[str]) -> None:
-    if len(stops) > MOST_STOPS:
-        raise RequestError(f"stop holds {len(stops)} strings; the most are {MOST_STOPS}")
-    if sum(map(len, stops)) > MOST_STOP_CHARACTERS:
-        raise RequestError(f"stop holds more than {MOST_STOP_CHARACTERS} characters in all")
 
 
 def messages_of(conversation: Iterable[pb.Message]) -> list[dict[str, Any]]:

@@ -23,15 +23,12 @@ class HttpLimits:
     """Bounds on what one request may bring.
 
     body_bytes: of the body. nesting: how deep brackets may go. choices: most answers of one
-    request, over all its prompts. stops, stop_characters: most stop strings, and their length
-    together.
+    request, over all its prompts.
     """
 
     body_bytes: int = 4 << 20
     nesting: int = 32
     choices: int = 128
-    stops: int = 32
-    stop_characters: int = 4096
 
 
 class ClientGoneError(Exception):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ortolan.runtime.params import MAX_CHOICES, MAX_LOGPROBS
-from ortolan.runtime.serve.http_body import HttpLimits
 from ortolan.runtime.serve.http_errors import ApiError, invalid, shown_name
 
 Schema = dict[str, Any]
@@ -46,6 +45,7 @@ _AS_THEY_ARE = {
     "repetition_penalty": Field(_number(0), "on tokens of prompt and answer; 1 is none"),
     "presence_penalty": Field(_number(-2, 2), "on tokens of the answer"),
     "frequency_penalty": Field(_number(-2, 2), "the same, times how often they occurred"),
+    "stop": Field({"anyOf": [_TEXT, _TEXTS]}, "strings that end the answer and are not in it"),
     "stop_token_ids": Field(_IDS, "token ids that end the answer"),
     "ignore_eos": Field(_FLAG, "go on after the end token"),
     "seed": Field(_whole(), "same seed, same answer"),
@@ -55,7 +55,6 @@ COMMON = {
     "model": Field(_TEXT, "the served model's name, which is also the default"),
     "max_tokens": Field(_whole(0), "most tokens of an answer; by default all that fit"),
     **_AS_THEY_ARE,
-    "stop": Field({"anyOf": [_TEXT, _TEXTS]}, "strings that end the answer and are not in it"),
     "logit_bias": Field(
         {"type": "object", "additionalProperties": _number(-100, 100)},
         "token id as a string -> what is added to its logit",
@@ -141,7 +140,7 @@ def accepted(body: Mapping[str, Any], fields: Mapping[str, Field]) -> Values:
     return values
 
 
-def sampling(values: Values, limits: HttpLimits) -> tuple[dict[str, Any], dict[str, str]]:
+def sampling(values: Values) -> tuple[dict[str, Any], dict[str, str]]:
     """SamplingParams' arguments, and how this request spelled them. Raises ApiError."""
     given = {name: values[name] for name in _AS_THEY_ARE if name in values}
     spellings = {name: name for name in (*COMMON, "prompt", "logprobs")}
@@ -151,8 +150,6 @@ def sampling(values: Values, limits: HttpLimits) -> tuple[dict[str, Any], dict[s
         given["max_tokens"] = values[limit]
     if "logit_bias" in values:
         given["logit_bias"] = _bias(values["logit_bias"])
-    if "stop" in values:
-        given["stop"] = _stops(values["stop"], limits)
     return given, spellings
 
 
@@ -197,12 +194,3 @@ def _bias(value: Any) -> Any:
     if not all(key.isascii() and key.isdecimal() and len(key) < 20 for key in value):
         raise invalid("logit_bias", "has a key that is no token id")
     return {int(key): bias for key, bias in value.items()}
-
-
-def _stops(value: Any, limits: HttpLimits) -> Any:
-    stops = value if isinstance(value, list) else [value]
-    if len(stops) > limits.stops:
-        raise invalid("stop", f"holds {len(stops)} strings; the most are {limits.stops}")
-    if sum(len(text) for text in stops if isinstance(text, str)) > limits.stop_characters:
-        raise invalid("stop", f"holds more than {limits.stop_characters} characters in all")
-    return value

@@ -39,7 +39,7 @@ async def chat_call(exchange: Exchange) -> Call:
     values = accepted(await exchange.body(), CHAT)
     check_model(service, values)
     messages = await exchange.aside(checked_messages, values.get("messages"))
-    given, spellings = sampling(values, exchange.limits)
+    given, spellings = sampling(values)
     exchange.spellings = {**spellings, "prompt": "messages", "logprobs": "top_logprobs"}
     logprobs = flag(values, "logprobs")
     if logprobs:
@@ -65,7 +65,7 @@ async def completion_call(exchange: Exchange) -> Call:
     values = accepted(await exchange.body(), COMPLETION)
     check_model(service, values)
     prompts = await exchange.aside(_prompts, service, values.get("prompt"))
-    given, exchange.spellings = sampling(values, exchange.limits)
+    given, exchange.spellings = sampling(values)
     echo, logprobs = flag(values, "echo"), values.get("logprobs")
     given["logprobs"] = logprobs
     given["prompt_logprobs"] = logprobs if echo else None

@@ -8,7 +8,6 @@ import pytest
 
 from ortolan.client import types
 from ortolan.client.convert import Answers, event_of
-from ortolan.errors import RequestError
 from ortolan.proto.ortolan.v1 import ortolan_pb2 as pb
 from ortolan.runtime.engine.engine import EngineStats
 from ortolan.runtime.params import (
@@ -96,12 +95,3 @@ def test_engines_numbers_are_on_the_wire() -> None:
     """A number that the engine counts and nobody can read is no number."""
     names = {field.name for field in dataclasses.fields(EngineStats)} - {"broken"}
     assert names < {field.name for field in pb.StatsResponse.DESCRIPTOR.fields}
-
-
-@pytest.mark.parametrize("stop", [["s"] * 33, ["s" * 4097], ["s" * 2049] * 2])
-def test_more_stop_strings_than_a_matcher_should_hold_are_refused(stop: list[str]) -> None:
-    """A message of 4 MB of them took 3 GB of memory, and every stream stood still for seconds."""
-    with pytest.raises(RequestError, match=r"^stop holds"):
-        sampling_fields(pb.SamplingParams(stop=stop))
-    most = ["s" * 128] * 32
-    assert sampling_fields(pb.SamplingParams(stop=most)) == {"stop": tuple(most)}
