@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from engine_requests import drain, request, tokens
 from mock_engine import NAN, RAISES, mock_engine
 
 from ortolan.errors import CancelledError, EngineError, TimedOutError
 from ortolan.runtime.engine import residents
-from ortolan.runtime.engine.engine import Engine
 from ortolan.runtime.engine.life import RequestHandle, State
-from ortolan.runtime.params import Request, SamplingParams, TokenEvent
-
-
-def request(prompt: int | list[int], max_tokens: int = 8, **settings: object) -> Request:
-    """A greedy request that runs to its limit; `prompt` may be a length."""
-    ids = [5 + i % 40 for i in range(prompt)] if isinstance(prompt, int) else prompt
-    own = {k: settings.pop(k) for k in ("n", "prompt_logprobs", "logit_bias") if k in settings}
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, **own)  # type: ignore[arg-type]
-    return Request(ids, params, **settings)  # type: ignore[arg-type]
-
-
-def drain(engine: Engine, most: int = 2000) -> None:
-    for _ in range(most):
-        if not engine.step():
-            stats = engine.stats()
-            assert (stats.running, stats.waiting, stats.kv_tokens) == (0, 0, 0)
-            return
-    raise AssertionError("the engine does not come to an end")
-
-
-def tokens(handle: RequestHandle) -> list[int]:
-    return [token_id for event in handle.events for token_id in event.token_ids]
+from ortolan.runtime.params import Request, TokenEvent
 
 
 def alone(asked: Request) -> list[int]:

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from engine_requests import drain, request
 from mock_engine import CONTEXT, RAISES, mock_engine
 
 from ortolan.errors import EngineError
-from ortolan.runtime.engine.engine import Engine
 from ortolan.runtime.engine.life import RequestHandle
 from ortolan.runtime.params import Request, SamplingParams
-
-
-def request(prompt: int | list[int], max_tokens: int = 8, n: int = 1) -> Request:
-    ids = [5 + i % 40 for i in range(prompt)] if isinstance(prompt, int) else prompt
-    return Request(ids, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, n=n))
-
-
-def drain(engine: Engine) -> None:
-    for _ in range(2000):
-        if not engine.step():
-            return
-    raise AssertionError("the engine does not come to an end")
 
 
 def cached(handle: RequestHandle) -> dict[int, int]:
