@@ -112,6 +112,8 @@ def main() -> int:
     full = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "seed": 1}
 
     def streamed(**settings: Any) -> Callable[[], int]:
+        # An engine of its own: a step of one engine advances all of its streams.
+        llm = ortolan.load(args.bundle, threads=args.threads)
         params = ortolan.SamplingParams(max_tokens=total, ignore_eos=True, **settings)
         events = llm.stream(ids, params)
         next(events)
