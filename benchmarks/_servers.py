@@ -79,14 +79,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def ortolan_server(bundle: Path, threads: int) -> Iterator[Ours]:
-    """`ortolan serve` on free ports of the loopback."""
+def ortolan_server(bundle: Path, threads: int, *flags: object) -> Iterator[Ours]:
+    """`ortolan serve` with more flags on free ports of the loopback."""
     with tempfile.TemporaryDirectory(prefix="ortolan-ports-") as folder:
         ports = Path(folder) / "ports.json"
         command = ortolan_command(
             # Both addresses are sent the same prompts: the second must not find the first's KV.
             *("serve", bundle.absolute(), "--threads", threads, "--prefix-cache-mb", 0),
-            *("--grpc-port", 0, "--http-port", 0, "--port-file", ports),
+            *("--grpc-port", 0, "--http-port", 0, "--port-file", ports, *flags),
         )
         with started(command, ports.exists):
             found = json.loads(ports.read_text(encoding="utf-8"))

@@ -82,7 +82,9 @@ def main() -> int:
         args_parser.add_argument(name, type=int, default=default, help="default: %(default)s")
     args_parser.add_argument("--prompt-words", default="8,150", help="default: %(default)s")
     args_parser.add_argument("--output-tokens", default="16,64", help="default: %(default)s")
+    args_parser.add_argument("--gap-steps", type=float, help="default: the server's own")
     args = args_parser.parse_args()
+    flags = () if args.gap_steps is None else ("--gap-steps", args.gap_steps)
     report = Report(
         f"against llama-server, same file, {args.threads} threads each, {args.clients} clients"
     )
@@ -93,7 +95,7 @@ def main() -> int:
         programs.close()
         with (
             llama_server(gguf, args.threads, args.clients, _SLOT_CONTEXT, args.llama_bin) as theirs,
-            ortolan_server(args.bundle, args.threads) as ours,
+            ortolan_server(args.bundle, args.threads, *flags) as ours,
         ):
             command, found = bench(args, ours.http, theirs)
         report.notes.append(f"measured by: {shlex.join(['ortolan', *command[3:]])}")

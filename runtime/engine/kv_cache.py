@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 from contextlib import suppress
@@ -18,6 +19,20 @@ _FLOAT_BYTES = 4
 def bytes_per_token(config: ModelConfig) -> int:
     """Bytes that keys and values of one token take over all layers."""
     return config.num_layers * 2 * config.num_kv_heads * config.head_dim * _FLOAT_BYTES
+
+
+def padded_capacity(context: int, head_dim: int) -> int:
+    """Positions per slot for `context` tokens, so that attention's reads do not collide.
+
+    A head's keys, capacity * head_dim * 4 bytes, take an odd number of memory pages. Were they a
+    power of two apart, as 8,192 tokens make them, those of all rows and heads would compete for
+    the same places in the processor's caches: attention of 16 rows then takes a seventh longer
+    (docs/performance.md). Even, since padded chunks are.
+    """
+    step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, head_dim * _FLOAT_BYTES)
+    step = max(step, 2)
+    steps = -(-context // step)
+    return (steps + 1 - steps % 2) * step
 
 
 class KvCache:
@@ -41,6 +56,12 @@ class KvCache:
                 "lower max_slots or max_context"
             ) from exc
         self.array: npt.NDArray[np.float32] = np.frombuffer(self._memory, np.float32).reshape(shape)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token of one slot takes."""
+        layers2, _, heads, _, head_dim = self.array.shape
+        return layers2 * heads * head_dim * self.array.itemsize
 
     def rows(self, layer: int, part: int, first: int, count: int) -> npt.NDArray[np.float32]:
         """Slots first to first + count of a layer's keys (part 0) or values (part 1), in place."""

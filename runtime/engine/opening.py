@@ -7,7 +7,7 @@ import onnxruntime as ort
 from ortolan.errors import EngineError, UsageError
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.engine import Engine
-from ortolan.runtime.engine.kv_cache import KvCache, bytes_per_token
+from ortolan.runtime.engine.kv_cache import KvCache, bytes_per_token, padded_capacity
 from ortolan.runtime.engine.model import Model
 from ortolan.runtime.engine.packed import discard, packed_graphs
 from ortolan.runtime.engine.prefix_cache import PrefixCache
@@ -35,7 +35,7 @@ def open_engine(
     sessions = _open_sessions(bundle, provider, config)
     # At accuracy level 1 a single row must not decode alone (rule 1d).
     min_rows = 2 if config.accuracy == "exact" else 1
-    capacity = context + context % 2  # even, as padded chunks are
+    capacity = padded_capacity(context, model_config.head_dim)
     cache = KvCache(model_config, max(config.max_slots, min_rows), capacity)
     num_valid = min(tokenizer.vocab_size, model_config.vocab_size)
     token_bytes = bytes_per_token(model_config)

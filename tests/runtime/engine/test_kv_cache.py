@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from ortolan.errors import EngineError
 from ortolan.graphs.manifest import ModelConfig
-from ortolan.runtime.engine.kv_cache import KvCache
+from ortolan.runtime.engine.kv_cache import KvCache, padded_capacity
 
 CONFIG = ModelConfig(
     architecture="llama",
@@ -92,3 +93,16 @@ def test_copy_takes_the_first_tokens_alone() -> None:
 def test_impossible_size_says_what_to_lower() -> None:
     with pytest.raises(EngineError, match=r"GiB.*lower max_slots or max_context"):
         KvCache(CONFIG, slots=1 << 30, capacity=65536)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("context", [2, 17, 2048, 8192, 131_072])
+def test_heads_are_an_odd_number_of_pages_apart(context: int, head_dim: int) -> None:
+    """A power of two would put the keys of all rows and heads into the same sets of a cache."""
+    capacity = padded_capacity(context, head_dim)
+    pages, rest = divmod(capacity * head_dim * 4, mmap.PAGESIZE)
+    assert rest == 0
+    assert pages % 2 == 1
+    assert capacity >= context
+    assert capacity % 2 == 0
+    assert capacity - context < 2 * mmap.PAGESIZE // 64
