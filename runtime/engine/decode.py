@@ -31,8 +31,8 @@ class DecodePhase:
         self._pace = pace
         self._clock = clock
 
-    def run(self) -> None:
-        """Decode, sample, emit."""
+    def run(self, *, beside_prompt: bool) -> None:
+        """Decode, sample, emit. beside_prompt: whether this step has read a piece of a prompt."""
         choices = self._residents.in_state(State.DECODING)
         if not choices:
             return
@@ -45,7 +45,7 @@ class DecodePhase:
             self._one_by_one(choices)
             return
         self._sample(choices, logits, first=0)
-        self._pace.decoded(rows, self._clock() - began)
+        self._pace.decoded(rows, self._clock() - began, beside_prompt=beside_prompt)
         self._scheduler.close_gap(rows)
 
     def _feed(self, choices: list[Choice], first: int, rows: int) -> FloatArray:

@@ -172,8 +172,8 @@ class Engine:
         self._scheduler.expire(began)
         self._scheduler.make_room()
         self._scheduler.admit()
-        self._prefill.run(began)
-        self._decode.run()
+        read = self._prefill.run(began)
+        self._decode.run(beside_prompt=read)
         if self._scheduler.suspicious:
             self._prefill.probe()
         self._scheduler.residents.return_pages()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from ortolan.graphs.manifest import ModelConfig
 from ortolan.runtime.params import EngineConfig
@@ -15,6 +16,10 @@ _DEVIATIONS = 4.0
 _LEAST_MARGIN = 0.6  # of the bound, on the worst of machines
 _FIRST_SCATTER = 0.08
 _SCATTER_SMOOTHING = 0.1
+# Decoding takes longer after a piece of a prompt, which has swept the processor's caches: 1.4
+# times after one with 4,000 tokens of past (docs/engine-performance.md). What is told of plain
+# steps is not believed beyond this, since none may have been made for long.
+_MOST_SLOWDOWN = 1.6
 
 # A step reads at least so many tokens: fewer cost almost as much. But it reads fewer, down to the
 # smallest chunk that changes no bits, where that keeps the bound.
@@ -44,7 +49,8 @@ def attention_share(config: ModelConfig) -> float:
 class Pace:
     """Measures steps and prefill calls; tells how many prompt tokens fit in what is left.
 
-    A plain step is one that only decodes, at the same number of rows. With running requests, a
+    A plain step is one that only decodes, at the same number of rows. Decoding beside a
+    prompt is slower, and is measured apart. With running requests, a
     step may take `gap_steps` plain steps, or `gap_ms`, whichever is less; without, a whole chunk.
     What is aimed at stays below by as much as measurements have been off what was expected.
     """
@@ -53,23 +59,39 @@ class Pace:
         self._gap_steps = config.gap_steps
         self._gap_s = None if config.gap_ms is None else config.gap_ms / 1000
         self._share = share
-        self._plain_s: dict[int, float] = {}  # rows -> seconds
+        # Rows -> seconds of plain steps, and of a unit of prefill work at that time.
+        self._plain_s: dict[int, tuple[float, float | None]] = {}
+        self._beside_s: dict[int, float] = {}  # rows -> seconds of decoding beside a prompt
         self._unit_s: float | None = None  # seconds per unit of work, see _work
         self._scatter = _FIRST_SCATTER  # mean deviation from what was expected, as part of it
 
     def plain_step_s(self, rows: int) -> float | None:
-        """Seconds that a step with so many rows takes; None before anything was measured."""
-        if rows in self._plain_s or not self._plain_s:
-            return self._plain_s.get(rows)
-        nearest = min(self._plain_s, key=lambda known: abs(known - rows))
-        return self._plain_s[nearest]
+        """Seconds that a step with so many rows takes; None before anything was measured.
 
-    def decoded(self, rows: int, seconds: float) -> None:
-        """A step decoded and sampled so many rows."""
-        known = self._plain_s.get(rows)
+        Where plain steps are long past, they have changed as the machine has: as much as a unit
+        of prefill work has since.
+        """
+        plain, beside = _nearest(self._plain_s, rows), self._beside_s.get(rows)
+        if beside is not None and rows not in self._plain_s:
+            return beside
+        if plain is None:
+            return _nearest(self._beside_s, rows)
+        seconds, unit_s = plain
+        if unit_s is not None and self._unit_s is not None:
+            seconds *= self._unit_s / unit_s
+        return seconds if beside is None else min(max(seconds, beside / _MOST_SLOWDOWN), beside)
+
+    def decoded(self, rows: int, seconds: float, *, beside_prompt: bool = False) -> None:
+        """A step decoded and sampled so many rows, after it had read a piece of a prompt or not."""
+        if beside_prompt:
+            known = self._beside_s.get(rows)
+            self._beside_s[rows] = seconds if known is None else _smooth(known, seconds)
+        else:
+            known, _ = self._plain_s.get(rows, (None, None))
+            smooth = seconds if known is None else _smooth(known, seconds)
+            self._plain_s[rows] = smooth, self._unit_s
         if known is not None:
             self._note_deviation(seconds / known)
-        self._plain_s[rows] = seconds if known is None else _smooth(known, seconds)
 
     def prefilled(self, sizes: Sequence[int], starts: Sequence[int], seconds: float) -> None:
         """A call read `sizes` prompt tokens, one row each, after `starts` earlier ones."""
@@ -101,11 +123,12 @@ class Pace:
         if self._unit_s is None:
             return _FIRST_GUESS
         margin = max(1 / (1 + _DEVIATIONS * self._scatter), _LEAST_MARGIN)
-        tokens = self._tokens_in(bound * margin - plain - spent_s, start)
+        decode_s = self._beside_s.get(rows, plain)
+        tokens = self._tokens_in(bound * margin - decode_s - spent_s, start)
         if tokens >= LEAST_CHUNK:
             return tokens
         smallest_s = self._unit_s * (_CALL_TOKENS + self._work(SMALLEST_CHUNK, start))
-        if plain + smallest_s > _HOPELESS * bound:
+        if decode_s + smallest_s > _HOPELESS * bound:
             return LEAST_CHUNK
         return max(tokens, SMALLEST_CHUNK)
 
@@ -126,6 +149,14 @@ class Pace:
     def _note_deviation(self, ratio: float) -> None:
         off = min(abs(ratio - 1), 1.0)  # a single stall must not count for many steps
         self._scatter += _SCATTER_SMOOTHING * (off - self._scatter)
+
+
+_T = TypeVar("_T")
+
+
+def _nearest(known: Mapping[int, _T], rows: int) -> _T | None:
+    """What is known of so many rows, or of the nearest number of them."""
+    return known[min(known, key=lambda other: abs(other - rows))] if known else None
 
 
 def _smooth(old: float, new: float) -> float:

@@ -46,11 +46,11 @@ class PrefillPhase:
         self._clock = clock
         self.prompt_tokens = 0
 
-    def run(self, began: float) -> None:
-        """Read prompts; `began` is when the step did."""
+    def run(self, began: float) -> bool:
+        """Read prompts; whether there were any. `began` is when the step did."""
         prompts = self._scheduler.prompts()
         if not prompts:
-            return
+            return False
         running = len(self._scheduler.residents.in_state(State.DECODING))
         most = self._pace.tokens(running, prompts[0].stored, self._clock() - began)
         left = self._chunk if most is None else min(self._chunk, most)
@@ -59,6 +59,7 @@ class PrefillPhase:
                 self._read(call)
             else:  # an earlier call's events or failure ended some, whose slots are not theirs
                 self._one_by_one(call)
+        return True
 
     def probe(self) -> None:
         """After failures in a row: is it the session? If a harmless call fails too, all ends."""

@@ -72,5 +72,36 @@ def test_scatter_leaves_a_margin() -> None:
     assert busy.tokens(4, 0, 0.0) < quiet.tokens(4, 0, 0.0)
 
 
+def test_what_a_prompt_slows_down_is_not_taken_for_a_plain_step() -> None:
+    """Decoding after a piece of a prompt is slower; a bound in such steps would be too wide."""
+    pace = measured_pace()
+    bound_s = pace.bound_s(4)
+    for _ in range(200):
+        pace.decoded(4, PLAIN_S * 1.4, beside_prompt=True)
+    assert pace.bound_s(4) == pytest.approx(bound_s)
+    assert pace.tokens(4, 0, 0.0) < measured_pace().tokens(4, 0, 0.0)
+
+
+def test_a_machine_that_became_slower_has_slower_plain_steps() -> None:
+    """A bound in steps of long ago would leave hardly any room for prompts."""
+    pace = measured_pace()
+    pace.decoded(4, PLAIN_S)
+    bound_s = pace.bound_s(4)
+    for _ in range(50):
+        pace.prefilled([32], [0], 2 * MEASURED[32][0] / 1e3)
+        pace.decoded(4, 2.5 * PLAIN_S, beside_prompt=True)
+    assert pace.bound_s(4) == pytest.approx(2 * bound_s)
+
+
+def test_rows_without_plain_steps_have_a_bound_all_the_same() -> None:
+    """Under a steady load every step reads a prompt; few rows' plain steps say nothing of many."""
+    pace = measured_pace()
+    pace.decoded(16, 3 * PLAIN_S, beside_prompt=True)
+    assert pace.bound_s(16) == pytest.approx(12 * PLAIN_S)
+    for _ in range(50):  # and what was seen once is not believed for ever
+        pace.decoded(4, 8 * PLAIN_S, beside_prompt=True)
+    assert pace.bound_s(4) == pytest.approx(4 * 8 * PLAIN_S / 1.6)
+
+
 def test_without_running_rows_there_is_no_bound() -> None:
     assert measured_pace().tokens(0, 3800, 0.0) is None
