@@ -57,12 +57,6 @@ class KvCache:
             ) from exc
         self.array: npt.NDArray[np.float32] = np.frombuffer(self._memory, np.float32).reshape(shape)
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that one token of one slot takes."""
-        layers2, _, heads, _, head_dim = self.array.shape
-        return layers2 * heads * head_dim * self.array.itemsize
-
     def rows(self, layer: int, part: int, first: int, count: int) -> npt.NDArray[np.float32]:
         """Slots first to first + count of a layer's keys (part 0) or values (part 1), in place."""
         rows: npt.NDArray[np.float32] = self.array[layer * 2 + part, first : first + count]

@@ -13,15 +13,12 @@ _HEADROOM_TOKENS = 16
 # A free slot keeps its pages for so many steps, for whoever comes next: to return and touch them
 # again would cost each short request 3 % of its time.
 _KEPT_STEPS = 32
-# An engine without requests makes no steps. It keeps pages of so many bytes for whoever comes next.
-_KEPT_IDLE_BYTES = 64 * 2**20
 
 
 class Residents:
     """Slots with their choices, and a budget of tokens.
 
     A choice counts with all its tokens, which is what its slot holds after the next step.
-    idle_tokens: how many tokens' pages free slots keep while nobody runs.
     """
 
     def __init__(self, cache: KvCache, slots: int, budget: int) -> None:
@@ -31,7 +28,6 @@ class Residents:
         self._kept_steps = [0] * slots
         self.budget = budget
         self.kv_tokens = 0
-        self.idle_tokens = _KEPT_IDLE_BYTES // cache.token_bytes
 
     def __iter__(self) -> Iterator[Choice]:
         return (choice for choice in self._slots if choice is not None)
@@ -94,20 +90,15 @@ class Residents:
     def return_pages(self) -> None:
         """Once per step: free slots give back pages that nobody has come for.
 
-        At once those that do not fit in the budget beside what is in use, or, where nobody runs
-        any more, that are more than `idle_tokens`. The lowest slot is the next to be used.
+        At once where nobody runs any more, or where kept pages do not fit in the budget beside
+        those in use.
         """
-        idle = not len(self)
-        most = min(self.budget, self.idle_tokens) if idle else self.budget - self.kv_tokens
-        excess = sum(self._kept) - most
-        for slot, tokens in reversed(list(enumerate(self._kept))):
+        at_once = not len(self) or self.kv_tokens + sum(self._kept) > self.budget
+        for slot, tokens in enumerate(self._kept):
             self._kept_steps[slot] += 1
-            if tokens and (excess > 0 or self._kept_steps[slot] > _KEPT_STEPS):
-                # Not token by token while the budget fills up: a call costs as much for one.
-                keep = max(tokens - excess, 0) if idle else 0
-                self._cache.discard(slot, tokens, keep)
-                self._kept[slot] = keep
-                excess -= tokens - keep
+            if tokens and (at_once or self._kept_steps[slot] > _KEPT_STEPS):
+                self._cache.discard(slot, tokens)
+                self._kept[slot] = 0
 
     def _occupy(self, slot: int, choice: Choice, tokens: int) -> None:
         self._slots[slot] = choice
