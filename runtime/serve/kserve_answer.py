@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ortolan.proto.inference.v2 import grpc_predict_v2_pb2 as pb
 from ortolan.runtime.params import TokenEvent
 from ortolan.runtime.serve.kserve_call import OUTPUTS, InferCall
@@ -43,7 +45,7 @@ class Answer:
 
     def response(self) -> pb.ModelInferResponse:
         """What came since the last one."""
-        values = {
+        values: dict[str, list[Any]] = {
             "text_output": [text.encode() for text in self._texts],
             "finish_reason": [reason.encode() for reason in self._reasons],
             "num_input_tokens": [self._prompt_tokens],

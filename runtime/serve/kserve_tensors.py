@@ -136,7 +136,8 @@ def _unpacked(name: str, datatype: str, count: int, raw: bytes) -> tuple[Any, ..
 
 def _texts(raw: bytes, count: int) -> tuple[bytes, ...] | None:
     """Elements that have their length in four bytes before each; None unless there are `count`."""
-    values, start = [], 0
+    values: list[bytes] = []
+    start = 0
     while start + 4 <= len(raw) and len(values) < count:
         (size,) = struct.unpack_from("<I", raw, start)
         values.append(raw[start + 4 : start + 4 + size])
