@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ortolan.errors import RequestError
-from ortolan.runtime.params import SamplingParams
+from ortolan.runtime.params import Request, SamplingParams
 
 REFUSED: list[tuple[str, Any]] = [
     ("max_tokens", -1),
