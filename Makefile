@@ -56,15 +56,18 @@ lint: $(VENV)/.installed
 
 # The stubs are committed. Only this needs grpcio-tools, in an environment of its own: this version
 # writes code for protobuf 6, which runs on protobuf 7 too, and itself it wants protobuf 6.
-PROTO := ortolan/v1
+PROTOS := ortolan/v1/ortolan inference/v2/grpc_predict_v2
 PROTO_PY := build/proto-venv/bin/python
 
 proto: $(PROTO_PY)
 	@rm -rf build/proto && mkdir -p build/proto
 	@$(PROTO_PY) -m grpc_tools.protoc -I ortolan/proto=proto --python_out=build/proto \
-	    --pyi_out=build/proto --grpc_python_out=build/proto ortolan/proto/$(PROTO)/ortolan.proto
-	@cp build/proto/ortolan/proto/$(PROTO)/* proto/$(PROTO)/
-	@sha256sum < proto/$(PROTO)/ortolan.proto | cut -d' ' -f1 > proto/$(PROTO)/generated_from.txt
+	    --pyi_out=build/proto --grpc_python_out=build/proto $(PROTOS:%=ortolan/proto/%.proto)
+	@for file in $(PROTOS); do \
+	    folder=`dirname $$file`; \
+	    cp build/proto/ortolan/proto/$$folder/* proto/$$folder/; \
+	    sha256sum < proto/$$file.proto | cut -d' ' -f1 > proto/$$folder/generated_from.txt; \
+	done
 
 $(PROTO_PY): $(PY)
 	@$(PY) -m venv build/proto-venv

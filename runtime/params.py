@@ -6,6 +6,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from numbers import Integral, Real
 from os import PathLike
 from typing import Any, Literal, NoReturn
@@ -22,6 +23,12 @@ MAX_CHOICES = 128
 # engine's thread: a message full of stop strings would halt every stream for seconds.
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 4096
+# Each of these is checked in Python, on the thread that feeds every stream: a message full of
+# them would halt all for seconds.
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 4096
+# A salt is kept for as long as a block of its prompts is.
+MAX_SALT_CHARACTERS = 1024
 
 
 class FrozenBias(dict[int, float]):
@@ -170,9 +177,15 @@ def _flag(name: str, value: object) -> bool:
     raise _refused(name, value, "true or false")
 
 
+def _check_length(name: str, length: int, items: str, most: int) -> None:
+    if length > most:
+        raise RequestError(f"{name} holds more than {most} {items}; that is the most here")
+
+
 def _logit_bias(value: object) -> FrozenBias:
     if not isinstance(value, Mapping):
         raise _refused("logit_bias", value, "a mapping from token ids to numbers")
+    _check_length("logit_bias", len(value), "token ids", MAX_LOGIT_BIASES)
     return FrozenBias(
         (
             _whole("a token id in logit_bias", token_id, 0),
@@ -205,6 +218,8 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     # A numpy array is no Sequence; anything that iterates over whole numbers will do.
     if isinstance(value, (str, bytes, bytearray, Mapping)) or not hasattr(value, "__iter__"):
         raise _refused(name, value, "a list of token ids")
+    value = tuple(islice(value, MAX_STOP_TOKEN_IDS + 1))
+    _check_length(name, len(value), "token ids", MAX_STOP_TOKEN_IDS)
     return tuple(_whole(f"a token id in {name}", token_id, 0) for token_id in value)
 
 
@@ -232,6 +247,7 @@ class Request:
             _number("timeout_s", self.timeout_s, 0.0, above=True)
         if not isinstance(self.salt, str):
             raise _refused("salt", self.salt, "a string")
+        _check_length("salt", len(self.salt), "characters", MAX_SALT_CHARACTERS)
 
 
 @dataclass(frozen=True)
@@ -332,7 +348,8 @@ class EngineConfig:
     kv_tokens: most tokens whose KV running requests may hold; None: what half of the memory
     that is free holds.
     prefix_cache_mb: MiB for KV of earlier prompts; None: a tenth of free memory; 0: off.
-    max_waiting, max_waiting_tokens: requests, and prompt tokens of them, that may wait.
+    max_waiting, max_waiting_tokens: answers (n of a request count n), and tokens of their prompts,
+    that may wait.
     priority_patience: how many requests of a better priority may overtake one that waits.
     accuracy: "default" computes quantized products with int8 activations, "exact" in float32.
     Raises UsageError naming the field; what the bundle decides is checked when it is loaded.

@@ -11,6 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
+import pytest
+from google.rpc import error_details_pb2 as details_pb
+from google.rpc import status_pb2
 from mock_engine import CONFIG, END, MockModel, mock_engine
 
 from ortolan.client.aio import AsyncClient
@@ -151,3 +155,36 @@ async def until(condition: Callable[[], bool]) -> None:
     """Returns when the condition holds; the test's own limit ends waiting in vain."""
     while not condition():
         await asyncio.sleep(0.002)
+
+
+async def failure(call: Any) -> tuple[grpc.StatusCode, str, dict[str, Any]]:
+    """A failing call's code, its text, and its details by kind."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ended(call)
+    error = caught.value
+    status = status_pb2.Status.FromString(
+        dict(error.trailing_metadata())["grpc-status-details-bin"]
+    )
+    assert status.code == error.code().value[0]
+    assert status.message == error.details()
+    return error.code(), str(error.details()), unpacked(status)
+
+
+def unpacked(status: status_pb2.Status) -> dict[str, Any]:
+    """A status's details by kind."""
+    kinds = (details_pb.BadRequest, details_pb.RetryInfo, details_pb.ErrorInfo)
+    found = {}
+    for packed in status.details:
+        for kind in kinds:
+            if packed.Is(kind.DESCRIPTOR):
+                found[kind.DESCRIPTOR.name] = kind.FromString(packed.value)
+    return found
+
+
+async def ended(call: Any) -> None:
+    """Reads a call of any kind to its end, which may be the error that it raises."""
+    if hasattr(call, "__await__"):
+        await call
+    else:
+        while await call.read() is not grpc.aio.EOF:
+            pass

@@ -35,7 +35,7 @@ _HELP = {
     "gap_ms": ("X", "The same in milliseconds.  [default: no such bound]"),
     "kv_tokens": ("N", "Most tokens whose KV is held.  [default: by free memory]"),
     "prefix_cache_mb": ("N", "MiB for KV of earlier prompts.  [default: by free memory]"),
-    "max_waiting": ("N", "Most requests that may wait."),
+    "max_waiting": ("N", "Most answers that may wait."),
     "max_waiting_tokens": ("N", "Most prompt tokens that may wait."),
     "priority_patience": ("N", "How many may overtake a request that waits."),
     "accuracy": ("NAME", "default: int8 activations; exact: float32, slower."),

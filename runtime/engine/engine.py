@@ -277,7 +277,9 @@ class Engine:
                 )
 
     def _check_room(self, request: Request) -> None:
-        queue = self._scheduler.queue
-        # A guess at when there will be room: a second per round of waiting requests.
-        retry_after_s = 1.0 + len(queue) // self._config.max_slots
-        queue.check_room(request.params.n, len(request.prompt_ids), retry_after_s)
+        waiting = self._scheduler.waiting
+        # A guess at when there will be room: a second per round of waiting answers.
+        retry_after_s = 1.0 + waiting // self._config.max_slots
+        self._scheduler.queue.check_room(
+            waiting, request.params.n, len(request.prompt_ids), retry_after_s
+        )

@@ -18,8 +18,8 @@ class WaitingQueue:
     come between.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int, patience: int) -> None:
-        self._max_requests = max_requests
+    def __init__(self, max_choices: int, max_tokens: int, patience: int) -> None:
+        self._max_choices = max_choices
         self._max_tokens = max_tokens
         self._patience = patience
         self._choices: list[Choice] = []  # by rank
@@ -31,16 +31,17 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Choice]:
         return iter(self._choices)
 
-    def check_room(self, choices: int, tokens: int, retry_after_s: float) -> None:
+    def check_room(self, waiting: int, choices: int, tokens: int, retry_after_s: float) -> None:
         """Raises OverloadedError if another request does not fit beside those that wait.
 
+        waiting: choices that wait, those included that are not queued before their prompt is read.
         Where nothing waits, any request may: it would not fit better later.
         """
         if not self._choices:
             return
-        if len(self) + choices > self._max_requests:
+        if waiting + choices > self._max_choices:
             raise OverloadedError(
-                f"{len(self)} requests are waiting, and at most {self._max_requests} may; "
+                f"{waiting} answers are waiting, and at most {self._max_choices} may; "
                 f"try again in {retry_after_s:.0f} s",
                 retry_after_s,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -38,12 +38,34 @@ class UnknownModelError(RequestError):
     """Another model than the served one was asked for."""
 
 
+def field_of(message: str) -> str:
+    """The request's field that an error's message is about; messages begin with its name."""
+    about = message.partition(";")[0]
+    if about.startswith(("the prompt", "a prompt", "this bundle has no tokenizer")):
+        return "prompt"
+    found = _SAMPLING_FIELD.search(about)
+    if found:
+        return f"sampling.{found[1]}"
+    first = about.partition(" ")[0]
+    names = {
+        "priority": "options.priority",
+        "salt": "options.cache_salt",
+        "timeout_s": "the call's deadline",
+    }
+    return names.get(first, "prompt")
+
+
 def status_of(
-    error: OrtolanError, *, unavailable: bool, hidden: Mapping[str, str] | None = None
+    error: OrtolanError,
+    *,
+    unavailable: bool,
+    hidden: Mapping[str, str] | None = None,
+    field_of: Callable[[str], str] = field_of,
 ) -> Status:
     """What the caller is told.
 
     unavailable: the server is starting or shutting down. hidden: text -> what stands for it.
+    field_of: a message -> the field that it is about, as the service calls it.
     """
     message = str(error)
     for text, shown in (hidden or {}).items():
@@ -79,18 +101,6 @@ def unexpected() -> Status:
         "something unexpected went wrong; the server's log says what",
         "UNEXPECTED",
     )
-
-
-def field_of(message: str) -> str:
-    """The request's field that an error's message is about; messages begin with its name."""
-    about = message.partition(";")[0]
-    if about.startswith(("the prompt", "a prompt", "this bundle has no tokenizer")):
-        return "prompt"
-    found = _SAMPLING_FIELD.search(about)
-    if found:
-        return f"sampling.{found[1]}"
-    first = about.partition(" ")[0]
-    return {"priority": "options.priority", "timeout_s": "the call's deadline"}.get(first, "prompt")
 
 
 def bounded(text: str) -> str:

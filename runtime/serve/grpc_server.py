@@ -11,7 +11,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ortolan.errors import UsageError
+from ortolan.proto.inference.v2 import grpc_predict_v2_pb2_grpc
 from ortolan.proto.ortolan.v1 import ortolan_pb2_grpc
+from ortolan.runtime.serve import kserve_service
+from ortolan.runtime.serve.grpc_malformed import MalformedInterceptor
 from ortolan.runtime.serve.grpc_service import NAME, InferenceServicer
 from ortolan.runtime.serve.service import Service
 
@@ -43,6 +46,8 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),
 )
 
+_NAMES = (NAME, kserve_service.NAME)
+
 # How often readiness is looked at for whoever watches it.
 _HEALTH_EVERY_S = 0.2
 # Statuses that calls end with get this long to leave, after the engine has stopped.
@@ -50,7 +55,7 @@ _LAST_WORDS_S = 1.0
 
 
 class GrpcServer:
-    """Serves ortolan.v1, grpc.health.v1 and reflection on one port.
+    """Serves ortolan.v1, KServe v2, grpc.health.v1 and reflection on one port.
 
     start: listens, and returns the port (which `port` 0 leaves to the system). Raises UsageError
     if the address cannot be had.
@@ -62,11 +67,15 @@ class GrpcServer:
         self._service = service
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._servicer = InferenceServicer(service)
+        self._kserve = kserve_service.KServeServicer(service)
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[MalformedInterceptor()])
         ortolan_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, self._server)
+        grpc_predict_v2_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+            self._kserve, self._server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (*_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self._watching: asyncio.Task[None] | None = None
 
@@ -90,10 +99,15 @@ class GrpcServer:
                 await self._watching
         await self._health.enter_graceful_shutdown()
         deadline = time.monotonic() + max(grace_s, _LAST_WORDS_S)
-        while self._servicer.in_flight and time.monotonic() < deadline:
+        while self._in_flight and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        # What is left are watchers of health, and readers who do not read.
+        # What is left are watchers of health, streams without a request, and readers who do not
+        # read.
         await self._server.stop(0.1)
+
+    @property
+    def _in_flight(self) -> int:
+        return self._servicer.in_flight + self._kserve.in_flight
 
     async def _follow_health(self) -> None:
         while True:
@@ -103,5 +117,5 @@ class GrpcServer:
     async def _publish_health(self) -> None:
         statuses = health_pb2.HealthCheckResponse
         ready = self._service.not_ready is None
-        for name in ("", NAME):
+        for name in ("", *_NAMES):
             await self._health.set(name, statuses.SERVING if ready else statuses.NOT_SERVING)

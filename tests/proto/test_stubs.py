@@ -1,4 +1,4 @@
-"""The committed stubs are those of the committed .proto file."""
+"""The committed stubs are those of the committed .proto files."""
 
 from __future__ import annotations
 
@@ -10,35 +10,34 @@ from pathlib import Path
 
 import pytest
 
-STUBS = ("ortolan_pb2.py", "ortolan_pb2.pyi", "ortolan_pb2_grpc.py")
+PROTOS = ("ortolan/v1/ortolan", "inference/v2/grpc_predict_v2")
 
 
-@pytest.fixture
-def folder(root: Path) -> Path:
-    return root / "proto" / "ortolan" / "v1"
-
-
-def test_stubs_were_generated_from_this_proto_file(folder: Path) -> None:
+@pytest.mark.parametrize("proto", PROTOS)
+def test_stubs_were_generated_from_this_proto_file(root: Path, proto: str) -> None:
     """A stale stub speaks another protocol than the page that documents it; run `make proto`."""
-    digest = hashlib.sha256((folder / "ortolan.proto").read_bytes()).hexdigest()
-    assert (folder / "generated_from.txt").read_text().strip() == digest
+    file = root / "proto" / f"{proto}.proto"
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert (file.parent / "generated_from.txt").read_text().strip() == digest
 
 
-def test_stubs_are_what_the_compiler_writes(root: Path, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("proto", PROTOS)
+def test_stubs_are_what_the_compiler_writes(root: Path, proto: str, tmp_path: Path) -> None:
     """Nobody edits them by hand, so the next generation changes nothing else."""
     python = _compilers_python(root)
     subprocess.run(
         [
             *(python, "-m", "grpc_tools.protoc", "-I", "ortolan/proto=proto"),
             *(f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")),
-            "ortolan/proto/ortolan/v1/ortolan.proto",
+            f"ortolan/proto/{proto}.proto",
         ],
         cwd=root,
         check=True,
     )
-    generated = tmp_path / "ortolan" / "proto" / "ortolan" / "v1"
-    for name in STUBS:
-        assert (folder / name).read_text() == (generated / name).read_text(), name
+    for suffix in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py"):
+        committed = root / "proto" / f"{proto}{suffix}"
+        generated = tmp_path / "ortolan" / "proto" / f"{proto}{suffix}"
+        assert committed.read_text() == generated.read_text(), committed.name
 
 
 def _compilers_python(root: Path) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ortolan.errors import RequestError
-from ortolan.runtime.params import SamplingParams
+from ortolan.runtime.params import Request, SamplingParams
 
 REFUSED: list[tuple[str, Any]] = [
     ("max_tokens", -1),
@@ -112,6 +112,27 @@ def test_a_boundary_value_is_accepted(accepted: dict[str, Any]) -> None:
     params = SamplingParams(**accepted)
     for name, value in accepted.items():
         assert getattr(params, name) == value
+
+
+@pytest.mark.parametrize(
+    "most",
+    [{"stop_token_ids": range(1024)}, {"logit_bias": dict.fromkeys(range(4096), 1.0)}],
+    ids=["stop_token_ids", "logit_bias"],
+)
+def test_lists_have_a_most(most: dict[str, Any]) -> None:
+    """A million of them would hold every stream of a server for seconds."""
+    SamplingParams(**most)
+    ((name, values),) = most.items()
+    more = range(10**6) if name == "stop_token_ids" else {**values, 5000: 1.0}
+    with pytest.raises(RequestError, match=f"{name} holds more than {len(values)}"):
+        SamplingParams(**{name: more})
+
+
+def test_salt_has_a_most() -> None:
+    """It is kept for as long as the cache holds a block of its prompts."""
+    Request([1], SamplingParams(), salt="x" * 1024)
+    with pytest.raises(RequestError, match="salt holds more than 1024"):
+        Request([1], SamplingParams(), salt="x" * 1025)
 
 
 def test_values_become_plain_and_immutable() -> None:

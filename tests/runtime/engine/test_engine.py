@@ -41,13 +41,26 @@ def test_full_queue_says_when_to_try_again() -> None:
     """vllm#49445: at once, rather than after a wait."""
     engine, _ = mock_engine(slots=1, max_waiting=2, max_waiting_tokens=1000)
     handles = [engine.submit(request(5)) for _ in range(2)]
-    with pytest.raises(OverloadedError, match=r"2 requests are waiting.*at most 2") as caught:
+    with pytest.raises(OverloadedError, match=r"2 answers are waiting.*at most 2") as caught:
         engine.submit(request(5))
     assert caught.value.retry_after_s >= 1
     engine.step()
     handles.append(engine.submit(request(5)))
     drain(engine)
     assert all(len(tokens(handle)) == 8 for handle in handles)
+
+
+def test_every_answer_of_a_waiting_request_counts() -> None:
+    """Each of n answers holds a copy of its prompt while it waits, not only the first."""
+    engine, _ = mock_engine(slots=1, max_waiting=6)
+    handles = [engine.submit(request(5, n=4))]
+    with pytest.raises(OverloadedError, match=r"4 answers are waiting.*at most 6"):
+        engine.submit(request(5, n=3))
+    handles.append(engine.submit(request(5, n=2)))
+    with pytest.raises(OverloadedError, match="6 answers"):
+        engine.submit(request(5))
+    drain(engine)
+    assert all(len(tokens(handle, choice)) == 8 for handle in handles for choice in (0, 1))
 
 
 def test_waiting_tokens_are_capped_too() -> None:

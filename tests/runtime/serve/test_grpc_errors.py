@@ -9,9 +9,18 @@ from typing import Any
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2 as details_pb
-from google.rpc import status_pb2
-from grpc_serving import LONG, PROMPT, MockService, begun, held, in_loop, mock_serving, until
+from grpc_serving import (
+    LONG,
+    PROMPT,
+    MockService,
+    begun,
+    failure,
+    held,
+    in_loop,
+    mock_serving,
+    unpacked,
+    until,
+)
 from mock_engine import CONTEXT, NAN
 
 from ortolan.errors import (
@@ -39,27 +48,8 @@ async def stub_of(**settings: Any) -> AsyncIterator[tuple[MockService, Any]]:
         yield service, InferenceServiceStub(channel)
 
 
-async def failure(call: Any) -> tuple[grpc.StatusCode, str, dict[str, Any]]:
-    """A failing call's code, its text, and its details by kind."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await _count(call)
-    error = caught.value
-    status = status_pb2.Status.FromString(
-        dict(error.trailing_metadata())["grpc-status-details-bin"]
-    )
-    assert status.code == error.code().value[0]
-    assert status.message == error.details()
-    return error.code(), str(error.details()), _unpacked(status)
-
-
-def _unpacked(status: status_pb2.Status) -> dict[str, Any]:
-    kinds = (details_pb.BadRequest, details_pb.RetryInfo, details_pb.ErrorInfo)
-    found = {}
-    for packed in status.details:
-        for kind in kinds:
-            if packed.Is(kind.DESCRIPTOR):
-                found[kind.DESCRIPTOR.name] = kind.FromString(packed.value)
-    return found
+async def _count(call: Any) -> int:
+    return sum([len(message.token_ids) async for message in call])
 
 
 def asked(ids: list[int] | None = None, **sampling: Any) -> pb.GenerateRequest:
@@ -179,10 +169,6 @@ async def test_request_that_fails_alone_is_internal_and_others_go_on() -> None:
         assert service.not_ready is None
 
 
-async def _count(call: Any) -> int:
-    return sum([len(message.token_ids) async for message in call])
-
-
 @in_loop
 async def test_server_that_shuts_down_is_unavailable() -> None:
     """The request is good; another server can take it."""
@@ -255,12 +241,12 @@ def test_each_error_of_ours_has_its_code(
     """Clients in other languages decide by code and reason, never by our English."""
     status = status_of(error, unavailable=unavailable)
     assert status.code == code.value[0]
-    assert _unpacked(status)["ErrorInfo"].reason == reason
+    assert unpacked(status)["ErrorInfo"].reason == reason
 
 
 def test_retry_hint_is_the_engines() -> None:
     """A made-up hint sends everybody back at once."""
-    details = _unpacked(status_of(OverloadedError("no", 2.5), unavailable=False))
+    details = unpacked(status_of(OverloadedError("no", 2.5), unavailable=False))
     assert details["RetryInfo"].retry_delay.ToMilliseconds() == 2500
 
 

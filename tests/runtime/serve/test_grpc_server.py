@@ -22,7 +22,9 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-@pytest.mark.parametrize("name", ["", "ortolan.v1.InferenceService"])
+@pytest.mark.parametrize(
+    "name", ["", "ortolan.v1.InferenceService", "inference.GRPCInferenceService"]
+)
 @in_loop
 async def test_health_watch_follows_the_service(name: str) -> None:
     """vllm#39863: readiness is the engine's, not the socket's."""
@@ -79,16 +81,15 @@ async def test_reflection_describes_the_service() -> None:
         grpc.aio.insecure_channel(client.address) as channel,
     ):
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        ours = ("ortolan.v1.InferenceService", "inference.GRPCInferenceService")
         requests = [
             reflection_pb2.ServerReflectionRequest(list_services=""),
-            reflection_pb2.ServerReflectionRequest(
-                file_containing_symbol="ortolan.v1.InferenceService"
-            ),
+            *(reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in ours),
         ]
-        listed, file = [reply async for reply in stub.ServerReflectionInfo(iter(requests))]
+        listed, *files = [reply async for reply in stub.ServerReflectionInfo(iter(requests))]
         names = {service.name for service in listed.list_services_response.service}
-        assert {"ortolan.v1.InferenceService", "grpc.health.v1.Health"} <= names
-        assert file.file_descriptor_response.file_descriptor_proto
+        assert {*ours, "grpc.health.v1.Health"} <= names
+        assert all(file.file_descriptor_response.file_descriptor_proto for file in files)
 
 
 @in_loop
