@@ -12,7 +12,9 @@ from grpc_reflection.v1alpha import reflection
 
 from ortolan.errors import UsageError
 from ortolan.proto.ortolan.v1 import ortolan_pb2_grpc
+from ortolan.runtime.serve.grpc_auth import key_interceptors, server_credentials
 from ortolan.runtime.serve.grpc_service import NAME, InferenceServicer
+from ortolan.runtime.serve.security import Security
 from ortolan.runtime.serve.service import Service
 
 # A prompt of a million tokens takes 3 MB as ids and about 5 MB as text. What is longer is refused
@@ -58,12 +60,17 @@ class GrpcServer:
     grace_s to read what is there.
     """
 
-    def __init__(self, service: Service, host: str, port: int) -> None:
+    def __init__(
+        self, service: Service, host: str, port: int, security: Security | None = None
+    ) -> None:
         self._service = service
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._servicer = InferenceServicer(service)
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._security = security or Security()
+        self._server = grpc.aio.server(
+            options=_OPTIONS, interceptors=key_interceptors(self._security)
+        )
         ortolan_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -72,7 +79,7 @@ class GrpcServer:
 
     async def start(self) -> int:
         try:
-            port: int = self._server.add_insecure_port(self._address)
+            port: int = self._add_port()
         except RuntimeError as error:
             raise UsageError(
                 f"cannot listen on {self._address} for gRPC; choose a free port and an address of "
@@ -82,6 +89,12 @@ class GrpcServer:
         await self._server.start()
         self._watching = asyncio.create_task(self._follow_health())
         return port
+
+    def _add_port(self) -> int:
+        tls = self._security.tls
+        if tls is None:
+            return int(self._server.add_insecure_port(self._address))
+        return int(self._server.add_secure_port(self._address, server_credentials(tls)))
 
     async def stop(self, grace_s: float) -> None:
         if self._watching is not None:
