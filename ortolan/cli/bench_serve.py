@@ -111,7 +111,12 @@ def load_options(command: Function) -> Function:
 
 
 def bench_servers(
-    addresses: tuple[str, ...], load: dict[str, Any], repeat: int, output: str, progress: Progress
+    addresses: tuple[str, ...],
+    load: dict[str, Any],
+    access: dict[str, Any],
+    repeat: int,
+    output: str,
+    progress: Progress,
 ) -> None:
     """Measure the servers in turn and print the report. The others are held against the first."""
     from ortolan.bench.serving.load import read_trace
@@ -121,7 +126,7 @@ def bench_servers(
     trace = load.pop("trace")
     plan = ServePlan(**load, repeat=repeat, trace=() if trace is None else read_trace(trace))
     try:
-        results = run_serve_bench(addresses, plan, progress)
+        results = run_serve_bench(addresses, plan, progress, access)
     finally:
         progress("")
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
