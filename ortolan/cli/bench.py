@@ -6,7 +6,7 @@ import datetime
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +22,9 @@ from ortolan.cli.options import (
 )
 from ortolan.cli.output import is_fancy, note, write, write_json
 from ortolan.errors import UsageError
+
+if TYPE_CHECKING:
+    from ortolan.client.access import AccessSettings
 
 _MOST = 1 << 20
 
@@ -146,7 +149,7 @@ def bench(
     plot: Path | None,
     quick: bool,
     load: dict[str, Any],
-    access: dict[str, Any],
+    access: AccessSettings,
     engine: dict[str, Any],
 ) -> None:
     """Measure BUNDLE's speed, prefill and decode apart, beside the bound that each one hits.

@@ -6,13 +6,16 @@ import datetime
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ortolan.bench.serving.load import ServePlan
 from ortolan.cli.options import Function, default_of
 from ortolan.cli.output import one_line, write, write_json, write_table
+
+if TYPE_CHECKING:
+    from ortolan.client.access import AccessSettings
 
 Progress = Callable[[str], None]
 
@@ -113,7 +116,7 @@ def load_options(command: Function) -> Function:
 def bench_servers(
     addresses: tuple[str, ...],
     load: dict[str, Any],
-    access: dict[str, Any],
+    access: AccessSettings,
     repeat: int,
     output: str,
     progress: Progress,

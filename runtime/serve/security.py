@@ -27,8 +27,8 @@ OPEN_PATHS = {
         }
     ),
     "metrics": frozenset({"/metrics"}),
-    # The page has a field for the key, which its requests to the interface need.
-    "page": frozenset({"/", "/chat.js", "/chat.css"}),
+    # The page has a field for the key, which what it sends from there needs.
+    "page": frozenset({"/"}),
 }
 
 # What means nothing without the other.

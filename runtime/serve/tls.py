@@ -77,9 +77,9 @@ def _unfit_pair(config: ServeConfig, error: Exception) -> str:
     reason = getattr(error, "reason", None)
     if reason == "KEY_VALUES_MISMATCH":
         return f"tls_key {config.tls_key} does not belong to the certificate {config.tls_cert}"
-    said = (reason or type(error).__name__).replace("_", " ").lower()
+    said = f" ({reason.replace('_', ' ').lower()})" if reason else ""
     return (
-        f"tls_cert {config.tls_cert} and tls_key {config.tls_key} cannot be used ({said}); give a "
+        f"tls_cert {config.tls_cert} and tls_key {config.tls_key} cannot be used{said}; give a "
         "certificate and its private key, both in PEM"
     )
 

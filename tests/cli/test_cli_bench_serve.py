@@ -104,7 +104,7 @@ def test_poisson_arrivals_are_said(run: Run, fake: FakeOpenAi) -> None:
         (("x", "--clients", "2"), "--clients means nothing when a bundle is measured"),
         (("--serve", "http://h:1", "--profile"), "--profile means nothing when a server"),
         (("--serve", "http://h:1", "--accuracy", "exact"), "--accuracy means nothing when a serv"),
-        (("--serve", "h:1"), "must begin with http:// or grpc://"),
+        (("--serve", "h:1"), "must begin with http://, https://, grpc:// or"),
         (("--serve", "http://h:1", "--against", "http://h:1"), "given twice"),
         (("--serve", "http://h:1", "--clients", "1", "--rate", "1"), "give one of them"),
         (("--serve", "http://h:1", "--prompt-words", "5,x"), "no range such as 8,150"),
