@@ -1,4 +1,4 @@
-"""The server's certificate: what is refused before a model is loaded, and what clients must show."""
+"""The server's certificate: what is refused at the start, and what clients must show."""
 
 from __future__ import annotations
 
