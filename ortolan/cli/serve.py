@@ -104,7 +104,9 @@ def serve(bundle: Path, config_file: Path | None, **flags: Any) -> None:
     server.run(
         service,
         settings.serve,
-        on_ready=lambda addresses: _say_ready(service.name, addresses, settings.serve.port_file),
+        on_ready=lambda addresses: _say_ready(
+            service.name, addresses, settings.serve.port_file, security.tls is not None
+        ),
         say=note,
     )
 
@@ -120,12 +122,12 @@ def _check_port_file(port_file: str | None) -> None:
         raise UsageError(f"port_file {port_file}: its folder does not exist; make it first")
 
 
-def _say_ready(model: str, addresses: Any, port_file: str | None) -> None:
+def _say_ready(model: str, addresses: Any, port_file: str | None, tls: bool) -> None:
     """One line per server: these are a promise, as scripts read them."""
     if addresses.grpc is not None:
         write(f"gRPC: {addresses.grpc}\n")
     if addresses.http is not None:
-        write(f"HTTP: http://{addresses.http}\n")
+        write(f"HTTP: {'https' if tls else 'http'}://{addresses.http}\n")
     write(f"{model} is ready\n")
     if port_file is not None:
         path = Path(port_file)

@@ -104,6 +104,7 @@ def test_poisson_arrivals_are_said(run: Run, fake: FakeOpenAi) -> None:
         (("x", "--clients", "2"), "--clients means nothing when a bundle is measured"),
         (("--serve", "http://h:1", "--profile"), "--profile means nothing when a server"),
         (("--serve", "http://h:1", "--accuracy", "exact"), "--accuracy means nothing when a serv"),
+        (("x", "--api-key", "k"), "--api-key means nothing when a bundle"),
         (("--serve", "h:1"), "must begin with http://, https://, grpc:// or"),
         (("--serve", "http://h:1", "--against", "http://h:1"), "given twice"),
         (("--serve", "http://h:1", "--clients", "1", "--rate", "1"), "give one of them"),

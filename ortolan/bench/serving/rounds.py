@@ -46,8 +46,6 @@ def run_serve_bench(
     if len({server.name for server in servers}) < len(servers):
         raise UsageError("an address is given twice; compare a server with another one")
     given: AccessSettings = access or {}
-    if set(given) - {"api_key"} and not any(server.secure for server in servers):
-        raise UsageError("files for TLS are given, and no address is https:// or grpcs://")
     openers = [
         lambda server=server: open_server(server, plan.ignore_eos, given) for server in servers
     ]

@@ -334,6 +334,22 @@ def test_http_requests_past_the_limit_are_told_when_to_come_back(tmp_path: Path)
         assert server.call("GET", "/v1/models", headers=bearer(ALICE)).status == 429
 
 
+def test_openai_client_knows_both_refusals(tmp_path: Path) -> None:
+    """Programs catch its classes, which it chooses by our status and shape."""
+    openai = pytest.importorskip("openai")
+    security, _, _ = limited(tmp_path, "requests_per_minute = 1")
+    with live(ScriptedService(lambda request: ()), security=security) as server:
+        settings = {"base_url": f"{server.url}/v1", "max_retries": 0}
+        with openai.OpenAI(api_key="none", **settings) as stranger:
+            with pytest.raises(openai.AuthenticationError, match="not known here") as caught:
+                stranger.models.list()
+            assert caught.value.code == "invalid_api_key"
+        with openai.OpenAI(api_key=ALICE, **settings) as client:
+            assert client.models.list().data[0].id == "scripted"
+            with pytest.raises(openai.RateLimitError, match="1 requests per minute"):
+                client.models.list()
+
+
 def test_every_prompt_of_a_batch_is_a_request(tmp_path: Path) -> None:
     """Otherwise 128 prompts in one body would count as one."""
     event = TokenEvent("x", (5,), "stop", Usage(1, 1))
