@@ -42,7 +42,7 @@ _HELP = {
     "tls_cert": ("FILE", "The certificate (chain), PEM: both servers speak TLS only."),
     "tls_key": ("FILE", "Its private key, PEM."),
     "tls_client_ca": ("FILE", "Clients must show a certificate of this authority, PEM."),
-    "api_keys_file": ("FILE", "Every call needs a key of this file (TOML); SIGHUP reads it again."),
+    "api_keys_file": ("FILE", "Every call needs a key of this file, which is TOML."),
     "open_paths": ("WORDS", "What needs no key, such as health,metrics; page is the chat page."),
 }
 

@@ -16,10 +16,13 @@ from ortolan.runtime.serve.tls import Tls
 
 
 def server_credentials(tls: Tls) -> Any:
-    """What a secure port is added with."""
-    return grpc.ssl_server_credentials(
-        [(tls.key, tls.certificate)], tls.client_ca, tls.client_ca is not None
-    )
+    """What a secure port is added with. Every new connection gets the certificate as it is then."""
+
+    def now() -> Any:
+        pairs = [(tls.key, tls.certificate)]
+        return grpc.ssl_server_certificate_configuration(pairs, tls.client_ca)
+
+    return grpc.dynamic_ssl_server_credentials(now(), now, tls.client_ca is not None)
 
 
 def key_interceptors(security: Security) -> tuple[Any, ...]:

@@ -73,21 +73,24 @@ def _open_paths(words: str) -> frozenset[str]:
     return paths
 
 
-def reload_on_hangup(keys: Keys | None, say: Callable[[str], None]) -> Callable[[], None]:
-    """On SIGHUP read the keys again, and say what came of it; returns what ends that.
+def reload_on_hangup(security: Security, say: Callable[[str], None]) -> Callable[[], None]:
+    """On SIGHUP read keys and certificate again, and say what came of it; returns what ends that.
 
-    Keys that cannot be read leave those in force that are.
+    What cannot be read leaves in force what is.
     """
-    if keys is None or not hasattr(signal, "SIGHUP"):
+    parts = [part for part in (security.keys, security.tls) if part is not None]
+    if not parts or not hasattr(signal, "SIGHUP"):
         return lambda: None
 
     def reload() -> None:
-        try:
-            keys.reload()
-        except UsageError as error:
-            say(f"SIGHUP: the keys stay as they were: {error}")
-        else:
-            say(f"SIGHUP: {len(keys)} keys")
+        for part in parts:
+            what = "file of keys" if isinstance(part, Keys) else "certificate"
+            try:
+                part.reload()
+            except UsageError as error:
+                say(f"SIGHUP: the {what} stays as it was: {error}")
+            else:
+                say(f"SIGHUP: the {what} was read again")
 
     loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGHUP)
     loop.add_signal_handler(signal.SIGHUP, reload)

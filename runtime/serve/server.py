@@ -84,7 +84,7 @@ async def serve(
     security = open_security(config)
     ending = _Ending()
     ending.listen()
-    stop_reloading = reload_on_hangup(security.keys, say)
+    stop_reloading = reload_on_hangup(security, say)
     servers: list[Any] = []
     try:
         await service.warm_up()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 
 from ortolan.errors import UsageError
@@ -14,46 +13,48 @@ from ortolan.runtime.serve.config import ServeConfig
 _NOT_YET_VALID, _EXPIRED = 9, 10
 
 
-@dataclass(frozen=True)
 class Tls:
-    """What both servers need. context: for HTTP; the rest, PEM, for gRPC, which reads it anew.
-
-    client_ca: whose certificates clients must show; None for no matter.
-    """
-
-    context: ssl.SSLContext
-    certificate: bytes
-    key: bytes
-    client_ca: bytes | None
-
-
-def open_tls(config: ServeConfig) -> Tls | None:
-    """None without a certificate.
+    """What both servers speak TLS with. context: for HTTP; certificate, key, client_ca: PEM, for
+    gRPC. client_ca: whose certificates clients must show; None for no matter.
 
     Raises UsageError if a file cannot be read or is of the wrong kind, if certificate and key do
     not belong together, and if the certificate's time is over or yet to come.
     """
+
+    def __init__(self, cert_file: str, key_file: str, client_ca_file: str | None) -> None:
+        self._files = cert_file, key_file
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # at least TLS 1.2
+        self.reload()
+        self.client_ca: bytes | None = None
+        if client_ca_file is not None:
+            self.client_ca = _read("tls_client_ca", client_ca_file)
+            try:
+                self.context.load_verify_locations(cadata=self.client_ca.decode("ascii"))
+            except (ssl.SSLError, ValueError) as error:
+                raise UsageError(
+                    f"tls_client_ca {client_ca_file} holds no certificate; give one in PEM"
+                ) from error
+            self.context.verify_mode = ssl.CERT_REQUIRED
+
+    def reload(self) -> None:
+        """Read certificate and key again, for connections from now on.
+
+        Raises UsageError, and they stay as they were.
+        """
+        cert_file, key_file = self._files
+        certificate, key = _read("tls_cert", cert_file), _read("tls_key", key_file)
+        tried = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        _load(tried, cert_file, key_file)
+        _check_time(tried, certificate, cert_file)
+        _load(self.context, cert_file, key_file)
+        self.certificate, self.key = certificate, key
+
+
+def open_tls(config: ServeConfig) -> Tls | None:
+    """None without a certificate. Raises UsageError as Tls does."""
     if config.tls_cert is None or config.tls_key is None:
         return None
-    certificate = _read("tls_cert", config.tls_cert)
-    key = _read("tls_key", config.tls_key)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # at least TLS 1.2
-    try:
-        context.load_cert_chain(config.tls_cert, config.tls_key, password=_no_password)
-    except (ssl.SSLError, OSError) as error:
-        raise UsageError(_unfit_pair(config, error)) from error
-    _check_time(context, certificate, config.tls_cert)
-    client_ca = None
-    if config.tls_client_ca is not None:
-        client_ca = _read("tls_client_ca", config.tls_client_ca)
-        try:
-            context.load_verify_locations(cadata=client_ca.decode("ascii"))
-        except (ssl.SSLError, ValueError) as error:
-            raise UsageError(
-                f"tls_client_ca {config.tls_client_ca} holds no certificate; give one in PEM"
-            ) from error
-        context.verify_mode = ssl.CERT_REQUIRED
-    return Tls(context, certificate, key, client_ca)
+    return Tls(config.tls_cert, config.tls_key, config.tls_client_ca)
 
 
 def _read(name: str, file: str) -> bytes:
@@ -71,16 +72,23 @@ def _no_password() -> str:
     raise _NeedsPasswordError  # or OpenSSL would ask the terminal, and a service has none
 
 
-def _unfit_pair(config: ServeConfig, error: Exception) -> str:
+def _load(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
+    try:
+        context.load_cert_chain(cert_file, key_file, password=_no_password)
+    except (ssl.SSLError, OSError) as error:
+        raise UsageError(_unfit_pair(cert_file, key_file, error)) from error
+
+
+def _unfit_pair(cert_file: str, key_file: str, error: Exception) -> str:
     if isinstance(error, _NeedsPasswordError):
-        return f"tls_key {config.tls_key} is locked by a password; give one without"
+        return f"tls_key {key_file} is locked by a password; give one without"
     reason = getattr(error, "reason", None)
     if reason == "KEY_VALUES_MISMATCH":
-        return f"tls_key {config.tls_key} does not belong to the certificate {config.tls_cert}"
+        return f"tls_key {key_file} does not belong to the certificate {cert_file}"
     said = f" ({reason.replace('_', ' ').lower()})" if reason else ""
     return (
-        f"tls_cert {config.tls_cert} and tls_key {config.tls_key} cannot be used{said}; give a "
-        "certificate and its private key, both in PEM"
+        f"tls_cert {cert_file} and tls_key {key_file} cannot be used{said}; give a certificate "
+        "and its private key, both in PEM"
     )
 
 

@@ -108,7 +108,7 @@ def test_hangup_exchanges_keys_while_the_server_runs(secured: Secured, run_cli: 
     ask = ("client", "models", "--address", secured.grpc)
     secured.keys.write_text(before.replace(KEY, OTHER))
     secured.process.send_signal(signal.SIGHUP)
-    secured.wait_said("SIGHUP: 1 keys")
+    secured.wait_said("SIGHUP: the file of keys was read again")
     assert "not known here" in run_cli(*ask, env=secured.env, check=False).stderr
     assert run_cli(*ask, env={**secured.env, "ORTOLAN_API_KEY": OTHER}).stdout
     secured.keys.write_text(before)

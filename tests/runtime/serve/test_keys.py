@@ -432,10 +432,10 @@ def test_hangup_reads_the_keys_again_and_keeps_them_if_they_cannot_be_read(
     keys_file: Path,
 ) -> None:
     """A key that leaked is withdrawn without a restart; a typing error locks nobody out."""
-    keys, said = Keys(keys_file), list[str]()
+    security, said = secured(keys_file), list[str]()
 
     async def run() -> None:
-        stop = reload_on_hangup(keys, said.append)
+        stop = reload_on_hangup(security, said.append)
         try:
             for text, expected in ((f'[bob]\nkey = "{BOB}"', 1), ("[bob", 2), (KEYS, 3)):
                 keys_file.write_text(text)
@@ -447,9 +447,10 @@ def test_hangup_reads_the_keys_again_and_keeps_them_if_they_cannot_be_read(
 
     before = signal.getsignal(signal.SIGHUP)
     asyncio.run(asyncio.wait_for(run(), 30))
-    assert said[0] == "SIGHUP: 1 keys"
-    assert "the keys stay as they were" in said[1]
-    assert said[2] == "SIGHUP: 3 keys"
+    assert said[0] == said[2] == "SIGHUP: the file of keys was read again"
+    assert "the file of keys stays as it was: api_keys_file" in said[1]
+    assert security.keys is not None
+    assert len(security.keys) == 3
     assert signal.getsignal(signal.SIGHUP) == before
 
 

@@ -148,3 +148,43 @@ def test_https_serves_who_trusts_it_and_shows_what_is_asked_for(
                 _get(server.port, stranger)
             context.load_cert_chain(certificates["client.pem"], certificates["client.key"])
         assert _get(server.port, context) == 200
+
+
+@in_loop
+async def test_renewed_certificate_holds_for_new_connections(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    """Certificates live for weeks, servers for months; a bad one must not replace a good one."""
+    files = [tmp_path / "cert.pem", tmp_path / "key.pem"]
+
+    def put(name: str) -> None:
+        for file, ending in zip(files, ("pem", "key"), strict=True):
+            file.write_bytes(Path(certificates[f"{name}.{ending}"]).read_bytes())
+
+    def subject(address: str) -> bytes:
+        return ssl.get_server_certificate(("127.0.0.1", int(address.rpartition(":")[2]))).encode()
+
+    put("server")
+    security = open_security(ServeConfig(tls_cert=str(files[0]), tls_key=str(files[1])))
+    tls = security.tls
+    assert tls is not None
+    old, new = (Path(certificates[f"{name}.pem"]).read_bytes() for name in ("server", "client"))
+    with live(ScriptedService(lambda request: ()), security=security) as http_server:
+        async with serving(MockService(), security) as address:
+            addresses = (address, f"127.0.0.1:{http_server.port}")
+
+            async def shown() -> list[bytes]:
+                return [await asyncio.to_thread(subject, one) for one in addresses]
+
+            assert await shown() == [old, old]
+            for bad, said in (("expired", "has expired"), ("absent", "cannot be read")):
+                if bad == "expired":
+                    put("expired")
+                else:
+                    files[0].unlink()
+                with pytest.raises(UsageError, match=said):
+                    tls.reload()
+                assert await shown() == [old, old]
+            put("client")
+            tls.reload()
+            assert await shown() == [new, new]
