@@ -11,6 +11,8 @@
      ├── TemplateError           a chat template failed or refused the messages
      ├── EngineError             running the model failed
      ├── OverloadedError         too much is waiting already; try again later
+     │    └── RateLimitError     a key has had its requests or tokens of the minute
+     ├── AuthenticationError     a server wants a key, and this is none of its
      ├── CancelledError          a request was cancelled before its end
      ├── TimedOutError           a request's time was over before its end
      └── BenchError              something cannot be measured here
@@ -79,6 +81,14 @@ class OverloadedError(OrtolanError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RateLimitError(OverloadedError):
+    """A key's limit is used up. `retry_after_s` is when there will be room again."""
+
+
+class AuthenticationError(OrtolanError):
+    """No key was given where one is needed, or one that is not known."""
 
 
 class CancelledError(OrtolanError):

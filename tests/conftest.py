@@ -119,6 +119,14 @@ def tiny_bundle(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """See certificates.Certificates."""
+    from certificates import Certificates
+
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="session")
 def run_cli(tmp_path_factory: pytest.TempPathFactory) -> RunCli:
     """Runs `python -m ortolan` with the given arguments and captures what it prints.
 

@@ -22,6 +22,7 @@ from ortolan.client.calls import RetryPolicy
 from ortolan.runtime.engine.async_engine import AsyncEngine
 from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.serve.grpc_server import GrpcServer
+from ortolan.runtime.serve.security import Security
 from ortolan.runtime.serve.service import Service
 from ortolan.runtime.text.no_tokenizer import NoTokenizer
 from ortolan.runtime.text.prompts import Prompts
@@ -98,9 +99,9 @@ class MockService(Service):
 
 
 @asynccontextmanager
-async def serving(service: Service) -> AsyncIterator[str]:
+async def serving(service: Service, security: Security | None = None) -> AsyncIterator[str]:
     """A gRPC server on a free port; its address. Nothing may be left in the engine at the end."""
-    server = GrpcServer(service, "127.0.0.1", 0)
+    server = GrpcServer(service, "127.0.0.1", 0, security)
     port = await server.start()
     try:
         yield f"127.0.0.1:{port}"

@@ -16,6 +16,7 @@ from typing import Any
 from ortolan.runtime.serve.http_app import create_app
 from ortolan.runtime.serve.http_body import HttpLimits
 from ortolan.runtime.serve.http_server import HttpServer
+from ortolan.runtime.serve.security import Security
 
 PATIENCE_S = 30.0
 
@@ -125,7 +126,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def live(
-    service: Any, limits: HttpLimits | None = None, max_connections: int = 64
+    service: Any,
+    limits: HttpLimits | None = None,
+    max_connections: int = 64,
+    security: Security | None = None,
 ) -> Iterator[Live]:
     """Serves `service` at a free port of the loopback; does not close it."""
     loop = asyncio.new_event_loop()
@@ -135,7 +139,9 @@ def live(
     def run(coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(PATIENCE_S)
 
-    server = HttpServer(create_app(service, limits), "127.0.0.1", 0, max_connections)
+    tls = security.tls.context if security is not None and security.tls is not None else None
+    app = create_app(service, limits, security)
+    server = HttpServer(app, "127.0.0.1", 0, max_connections, tls)
     try:
         yield Live(service, server, loop, run(server.start()))
     finally:

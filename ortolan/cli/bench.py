@@ -6,11 +6,12 @@ import datetime
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ortolan.bench.cases import Plan
+from ortolan.cli.access import ACCESS_OPTIONS, access_options
 from ortolan.cli.bench_serve import LOAD_OPTIONS, bench_servers, load_options
 from ortolan.cli.options import (
     MAX_THREADS,
@@ -21,6 +22,9 @@ from ortolan.cli.options import (
 )
 from ortolan.cli.output import is_fancy, note, write, write_json
 from ortolan.errors import UsageError
+
+if TYPE_CHECKING:
+    from ortolan.client.access import AccessSettings
 
 _MOST = 1 << 20
 
@@ -67,7 +71,7 @@ def _sweep(name: str, field: str, help_text: str) -> Callable[[Function], Functi
     "--serve",
     metavar="ADDRESS",
     help="Load a server instead of a bundle: http://host:port (OpenAI-compatible) or "
-    "grpc://host:port (Ortolan's).",
+    "grpc://host:port (Ortolan's); https:// and grpcs:// for TLS.",
 )
 @click.option(
     "--threads",
@@ -124,6 +128,7 @@ def _sweep(name: str, field: str, help_text: str) -> Callable[[Function], Functi
 )
 @click.option("--quick", is_flag=True, help="Small measurements of the machine; for tests.")
 @load_options
+@access_options
 @engine_options("provider", "cache_dir", "accuracy")
 @debug_option
 @click.pass_context
@@ -144,6 +149,7 @@ def bench(
     plot: Path | None,
     quick: bool,
     load: dict[str, Any],
+    access: AccessSettings,
     engine: dict[str, Any],
 ) -> None:
     """Measure BUNDLE's speed, prefill and decode apart, beside the bound that each one hits.
@@ -156,7 +162,7 @@ def bench(
     """
     _check_mode(ctx, bundle, serve)
     if serve is not None:
-        bench_servers((serve, *against), load, repeat, output, _progress)
+        bench_servers((serve, *against), load, access, repeat, output, _progress)
         return
     assert bundle is not None
     from ortolan.optional import require
@@ -222,7 +228,8 @@ def _check_mode(ctx: click.Context, bundle: Path | None, serve: str | None) -> N
         # Those without a value in the context, such as --debug, mean something everywhere.
         if name in _COMMON or ctx.get_parameter_source(name) is not given:
             continue
-        if name in ctx.params and (name in LOAD_OPTIONS) != (serve is not None):
+        for_servers = name in LOAD_OPTIONS or name in ACCESS_OPTIONS
+        if name in ctx.params and for_servers != (serve is not None):
             mode = "a bundle" if serve is None else "a server"
             raise UsageError(f"{parameter.opts[0]} means nothing when {mode} is measured")
 

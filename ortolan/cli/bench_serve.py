@@ -6,13 +6,16 @@ import datetime
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ortolan.bench.serving.load import ServePlan
 from ortolan.cli.options import Function, default_of
 from ortolan.cli.output import one_line, write, write_json, write_table
+
+if TYPE_CHECKING:
+    from ortolan.client.access import AccessSettings
 
 Progress = Callable[[str], None]
 
@@ -111,7 +114,12 @@ def load_options(command: Function) -> Function:
 
 
 def bench_servers(
-    addresses: tuple[str, ...], load: dict[str, Any], repeat: int, output: str, progress: Progress
+    addresses: tuple[str, ...],
+    load: dict[str, Any],
+    access: AccessSettings,
+    repeat: int,
+    output: str,
+    progress: Progress,
 ) -> None:
     """Measure the servers in turn and print the report. The others are held against the first."""
     from ortolan.bench.serving.load import read_trace
@@ -121,7 +129,7 @@ def bench_servers(
     trace = load.pop("trace")
     plan = ServePlan(**load, repeat=repeat, trace=() if trace is None else read_trace(trace))
     try:
-        results = run_serve_bench(addresses, plan, progress)
+        results = run_serve_bench(addresses, plan, progress, access)
     finally:
         progress("")
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

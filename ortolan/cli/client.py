@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ortolan.cli.access import access_options
 from ortolan.cli.options import debug_option, json_option, utf8
 from ortolan.cli.output import note, write, write_json, write_table
 from ortolan.cli.sampling import GivenSampling, sampling_options
@@ -41,7 +42,12 @@ def _address_options(command: Function) -> Function:
         type=click.FloatRange(min=0, min_open=True),
         help="Give up after so many seconds.",
     )
-    return address(timeout(command))
+    tls = click.option(
+        "--tls",
+        is_flag=True,
+        help="Use TLS with the authorities that gRPC knows; --tls-ca names others.",
+    )
+    return address(timeout(tls(access_options(command))))
 
 
 @click.group(short_help="Ask a server over gRPC.")
@@ -56,10 +62,10 @@ def client() -> None:
 @json_option
 @debug_option
 def generate(
-    prompt: str, sampling: GivenSampling, address: str, timeout_s: float | None, as_json: bool
+    prompt: str, sampling: GivenSampling, timeout_s: float | None, as_json: bool, **server_at: Any
 ) -> None:
     """Continue PROMPT; the text is printed as it comes, its timings on standard error."""
-    with _connected(address) as server:
+    with _connected(**server_at) as server:
         settings = _settings(_params(server, sampling, timeout_s), timeout_s)
         _answer(lambda: server.stream(utf8(prompt, "PROMPT"), **settings), as_json)
 
@@ -75,16 +81,16 @@ def chat(
     message: str | None,
     system: str | None,
     sampling: GivenSampling,
-    address: str,
     timeout_s: float | None,
     as_json: bool,
+    **server_at: Any,
 ) -> None:
     """Answer MESSAGE, or without one talk, a line a message, as `ortolan chat` does."""
     if as_json and message is None:
         raise UsageError("--json prints one answer; give a MESSAGE")
     if system is not None:
         system = utf8(system, "--system")
-    with _connected(address) as server:
+    with _connected(**server_at) as server:
         params = _params(server, sampling, timeout_s)
         if message is None:
             _talk(_Remote(server, timeout_s), params, system)
@@ -98,9 +104,9 @@ def chat(
 @_address_options
 @json_option
 @debug_option
-def models(address: str, timeout_s: float | None, as_json: bool) -> None:
+def models(timeout_s: float | None, as_json: bool, **server_at: Any) -> None:
     """Show what is served and its limits."""
-    with _connected(address) as server:
+    with _connected(**server_at) as server:
         found = [dataclasses.asdict(model) for model in server.models(timeout_s)]
     if as_json:
         write_json(found)
@@ -113,9 +119,9 @@ def models(address: str, timeout_s: float | None, as_json: bool) -> None:
 @_address_options
 @json_option
 @debug_option
-def stats(address: str, timeout_s: float | None, as_json: bool) -> None:
+def stats(timeout_s: float | None, as_json: bool, **server_at: Any) -> None:
     """Show what the engine is doing and has done since its start."""
-    with _connected(address) as server:
+    with _connected(**server_at) as server:
         found = dataclasses.asdict(server.stats(timeout_s))
     if as_json:
         write_json(found)
@@ -124,10 +130,10 @@ def stats(address: str, timeout_s: float | None, as_json: bool) -> None:
 
 
 @contextmanager
-def _connected(address: str) -> Iterator[Client]:
+def _connected(address: str, tls: bool, access: dict[str, Any]) -> Iterator[Client]:
     from ortolan.client.sync import Client
 
-    with Client(address) as server:
+    with Client(address, tls=tls, **access) as server:
         yield server
 
 

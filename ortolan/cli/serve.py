@@ -39,6 +39,11 @@ _HELP = {
     "max_waiting_tokens": ("N", "Most prompt tokens that may wait."),
     "priority_patience": ("N", "How many may overtake a request that waits."),
     "accuracy": ("NAME", "default: int8 activations; exact: float32, slower."),
+    "tls_cert": ("FILE", "The certificate (chain), PEM: both servers speak TLS only."),
+    "tls_key": ("FILE", "Its private key, PEM."),
+    "tls_client_ca": ("FILE", "Clients must show a certificate of this authority, PEM."),
+    "api_keys_file": ("FILE", "Every call needs a key of this file, which is TOML."),
+    "open_paths": ("WORDS", "What needs no key, such as health,metrics; page is the chat page."),
 }
 
 
@@ -76,7 +81,8 @@ def serve(bundle: Path, config_file: Path | None, **flags: Any) -> None:
     """Serve BUNDLE until SIGTERM or Ctrl-C; running requests then have --grace to end.
 
     A setting is taken from its option, else from a variable named like ORTOLAN_SERVE_MAX_SLOTS,
-    else from --config FILE, else it is the default. There is no authentication or encryption.
+    else from --config FILE, else it is the default. Without --api-keys-file there is no
+    authentication, without --tls-cert no encryption.
     """
     settings = gather(flags, os.environ, config_file)
     _show(settings.listed)
@@ -87,14 +93,20 @@ def serve(bundle: Path, config_file: Path | None, **flags: Any) -> None:
         require(module, "serve", "serving a model")
     from ortolan.runtime.bundle import Bundle
     from ortolan.runtime.serve import server
+    from ortolan.runtime.serve.security import is_loopback, open_security
 
     server.check_ports(settings.serve)
+    security = open_security(settings.serve)
+    if security.keys is not None and security.tls is None and not is_loopback(settings.serve.host):
+        note("keys and prompts cross the network unencrypted, unless a proxy in front adds TLS")
     _check_port_file(settings.serve.port_file)
     service = server.open_service(Bundle.open(bundle), settings)
     server.run(
         service,
         settings.serve,
-        on_ready=lambda addresses: _say_ready(service.name, addresses, settings.serve.port_file),
+        on_ready=lambda addresses: _say_ready(
+            service.name, addresses, settings.serve.port_file, security.tls is not None
+        ),
         say=note,
     )
 
@@ -110,12 +122,12 @@ def _check_port_file(port_file: str | None) -> None:
         raise UsageError(f"port_file {port_file}: its folder does not exist; make it first")
 
 
-def _say_ready(model: str, addresses: Any, port_file: str | None) -> None:
+def _say_ready(model: str, addresses: Any, port_file: str | None, tls: bool) -> None:
     """One line per server: these are a promise, as scripts read them."""
     if addresses.grpc is not None:
         write(f"gRPC: {addresses.grpc}\n")
     if addresses.http is not None:
-        write(f"HTTP: http://{addresses.http}\n")
+        write(f"HTTP: {'https' if tls else 'http'}://{addresses.http}\n")
     write(f"{model} is ready\n")
     if port_file is not None:
         path = Path(port_file)

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import grpc
 
 from ortolan.client import convert
+from ortolan.client.access import Access, AccessSettings
 from ortolan.client.calls import (
     CHANNEL_OPTIONS,
     READY_POLL_S,
@@ -18,6 +19,7 @@ from ortolan.client.calls import (
     RetryPolicy,
     error_of,
     unreachable,
+    why_not_ready,
 )
 from ortolan.client.convert import Answers, Asked
 from ortolan.client.types import Answer, Event, Messages, Model, Prompt, Settings, Stats
@@ -33,9 +35,16 @@ class AsyncClient:
     that is only forgotten goes on until the client is closed (grpc#43462).
     """
 
-    def __init__(self, address: str, *, retry: RetryPolicy | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        retry: RetryPolicy | None = None,
+        **access: Unpack[AccessSettings],
+    ) -> None:
         self.address = address
         self._retry = retry or RetryPolicy()
+        self._access = Access(**access)
         # Made with the first call: gRPC binds a channel to the loop that is running then.
         self._channel: Any = None
         self._stub: Any = None
@@ -84,9 +93,11 @@ class AsyncClient:
         deadline_s, why = time.monotonic() + timeout_s, "no answer"
         while (left_s := deadline_s - time.monotonic()) > 0:
             try:
-                reply = await self._method("Stats")(pb.StatsRequest(), timeout=left_s)
+                reply = await self._method("Stats")(
+                    pb.StatsRequest(), timeout=left_s, metadata=self._access.metadata
+                )
             except grpc.RpcError as error:
-                why = str(error_of(error, self.address))
+                why = why_not_ready(error, self.address)
             else:
                 if not reply.not_ready:
                     return
@@ -115,16 +126,17 @@ class AsyncClient:
         if self._closed:
             raise EngineError("this client is closed; make a new one")
         if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+            self._channel = self._access.open_channel(grpc.aio, self.address, CHANNEL_OPTIONS)
             self._stub = pb_grpc.InferenceServiceStub(self._channel)
         return getattr(self._stub, name)
 
     async def _call(self, name: str, asked: Asked) -> Any:
         attempts = Attempts(self._retry, asked.timeout_s)
+        metadata = (*asked.metadata, *self._access.metadata)
         while True:
             method = self._method(name)
             try:
-                return await method(asked.message, timeout=attempts.left_s, metadata=asked.metadata)
+                return await method(asked.message, timeout=attempts.left_s, metadata=metadata)
             except grpc.RpcError as error:
                 if (wait_s := attempts.wait_s(error)) is None:
                     raise error_of(error, self.address) from error
@@ -132,9 +144,10 @@ class AsyncClient:
 
     async def _stream(self, name: str, asked: Asked) -> AsyncGenerator[Event]:
         attempts = Attempts(self._retry, asked.timeout_s)
+        metadata = (*asked.metadata, *self._access.metadata)
         while True:
             method, begun = self._method(name), False
-            call = method(asked.message, timeout=attempts.left_s, metadata=asked.metadata)
+            call = method(asked.message, timeout=attempts.left_s, metadata=metadata)
             try:
                 async for message in call:
                     begun = True

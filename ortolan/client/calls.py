@@ -11,10 +11,12 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 from ortolan.errors import (
+    AuthenticationError,
     CancelledError,
     EngineError,
     OrtolanError,
     OverloadedError,
+    RateLimitError,
     RequestError,
     TemplateError,
     TimedOutError,
@@ -97,11 +99,14 @@ def error_of(error: Any, address: str) -> OrtolanError:
             return TemplateError(message)
         case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.NOT_FOUND:
             return RequestError(message)
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return AuthenticationError(f"{address} refused the call: {message}")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             hint = _retry_hint_s(error)
             if hint is None:
                 return RequestError(f"{address} refused the call's size: {message}")
-            return OverloadedError(message, hint)
+            limited = _reason(error) == "RATE_LIMITED"
+            return (RateLimitError if limited else OverloadedError)(message, hint)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             # gRPC's own texts differ by who noticed first.
             own = _reason(error) is not None
@@ -113,6 +118,14 @@ def error_of(error: Any, address: str) -> OrtolanError:
         case grpc.StatusCode.UNIMPLEMENTED:
             return EngineError(f"{address} does not know this call; is it an Ortolan server?")
     return EngineError(message or f"{address} answered with {code.name}")
+
+
+def why_not_ready(error: Any, address: str) -> str:
+    """For a server that may become ready. Raises AuthenticationError, which no waiting helps."""
+    found = error_of(error, address)
+    if isinstance(found, AuthenticationError):
+        raise found from error
+    return str(found)
 
 
 def unreachable(address: str, timeout_s: float, why: str) -> TimedOutError:

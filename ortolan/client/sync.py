@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import grpc
 
 from ortolan.client import convert
+from ortolan.client.access import Access, AccessSettings
 from ortolan.client.calls import (
     CHANNEL_OPTIONS,
     READY_POLL_S,
@@ -17,6 +18,7 @@ from ortolan.client.calls import (
     RetryPolicy,
     error_of,
     unreachable,
+    why_not_ready,
 )
 from ortolan.client.convert import Answers, Asked
 from ortolan.client.types import Answer, Event, Messages, Model, Prompt, Settings, Stats
@@ -28,16 +30,24 @@ from ortolan.proto.ortolan.v1 import ortolan_pb2_grpc as pb_grpc
 class Client:
     """A server at `address` ("host:port"). Close it, or use it as a context manager.
 
-    Safe for use from several threads at once. retry: see RetryPolicy.
+    Safe for use from several threads at once. retry: see RetryPolicy. tls, tls_ca, client_cert,
+    client_key, api_key: see Access.
     Every method raises what the server's error stands for: RequestError, TemplateError,
-    OverloadedError, TimedOutError, CancelledError; EngineError for all others, an absent server
-    included.
+    OverloadedError, AuthenticationError, TimedOutError, CancelledError; EngineError for all
+    others, an absent server included.
     """
 
-    def __init__(self, address: str, *, retry: RetryPolicy | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        retry: RetryPolicy | None = None,
+        **access: Unpack[AccessSettings],
+    ) -> None:
         self.address = address
         self._retry = retry or RetryPolicy()
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._access = Access(**access)
+        self._channel = self._access.open_channel(grpc, address, CHANNEL_OPTIONS)
         self._stub: Any = pb_grpc.InferenceServiceStub(self._channel)
 
     def stream(self, prompt: Prompt, **settings: Unpack[Settings]) -> Iterator[Event]:
@@ -81,9 +91,11 @@ class Client:
         deadline_s, why = time.monotonic() + timeout_s, "no answer"
         while (left_s := deadline_s - time.monotonic()) > 0:
             try:
-                reply = self._stub.Stats(pb.StatsRequest(), timeout=left_s)
+                reply = self._stub.Stats(
+                    pb.StatsRequest(), timeout=left_s, metadata=self._access.metadata
+                )
             except grpc.RpcError as error:
-                why = str(error_of(error, self.address))
+                why = why_not_ready(error, self.address)
             else:
                 if not reply.not_ready:
                     return
@@ -108,9 +120,10 @@ class Client:
 
     def _call(self, method: Callable[..., Any], asked: Asked) -> Any:
         attempts = Attempts(self._retry, asked.timeout_s)
+        metadata = (*asked.metadata, *self._access.metadata)
         while True:
             try:
-                return method(asked.message, timeout=attempts.left_s, metadata=asked.metadata)
+                return method(asked.message, timeout=attempts.left_s, metadata=metadata)
             except grpc.RpcError as error:
                 if (wait_s := attempts.wait_s(error)) is None:
                     raise error_of(error, self.address) from error
@@ -120,10 +133,11 @@ class Client:
 
     def _stream(self, method: Callable[..., Any], asked: Asked) -> Iterator[Event]:
         attempts = Attempts(self._retry, asked.timeout_s)
+        metadata = (*asked.metadata, *self._access.metadata)
         while True:
             call, begun = None, False
             try:
-                call = method(asked.message, timeout=attempts.left_s, metadata=asked.metadata)
+                call = method(asked.message, timeout=attempts.left_s, metadata=metadata)
                 for message in call:
                     begun = True
                     yield convert.event_of(message)

@@ -24,7 +24,7 @@ class AsyncStream:
 
     A reader that falls behind gets fewer, longer events: what is held is at most some events
     and the answer's tokens, and nobody waits for the reader. Leaving early is `cancel` or
-    `aclose`.
+    `aclose`. on_read: is told of each event when the reader takes it.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, cancel: Callable[[], None]) -> None:
@@ -36,6 +36,7 @@ class AsyncStream:
         self._error: OrtolanError | None = None
         self._news = asyncio.Event()
         self._told = False  # whether the loop has been told of what is unread
+        self.on_read: Callable[[TokenEvent], None] = lambda event: None
 
     def cancel(self) -> None:
         """Give the slot back within one step. Harmless after the end, or a second time."""
@@ -54,7 +55,9 @@ class AsyncStream:
                 self._told = False
                 self._news.clear()
                 if self._unread:
-                    return self._unread.popleft()
+                    event = self._unread.popleft()
+                    self.on_read(event)
+                    return event
                 if self._error is not None:
                     raise self._error
                 if self._ended:

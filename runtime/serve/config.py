@@ -28,6 +28,9 @@ class ServeConfig:
     model_name: what the model is called in requests; None: the bundle's folder's name.
     grace: seconds that running requests have to end after a first signal.
     port_file: a file to write the addresses to, as JSON, when requests are welcome.
+    tls_cert, tls_key: PEM files, both or none; tls_client_ca: who signs clients' certificates,
+    which they then must show. api_keys_file: see `api_keys.read_keys`; with it every call needs
+    a key, but for what open_paths names: words of `security.OPEN_PATHS`, commas between.
     Raises UsageError naming the field.
     """
 
@@ -37,6 +40,11 @@ class ServeConfig:
     model_name: str | None = None
     grace: float = 30.0
     port_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    api_keys_file: str | None = None
+    open_paths: str | None = None
 
     def __post_init__(self) -> None:
         if not self.host:

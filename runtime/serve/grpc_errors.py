@@ -12,10 +12,12 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from ortolan.errors import (
+    AuthenticationError,
     CancelledError,
     EngineError,
     OrtolanError,
     OverloadedError,
+    RateLimitError,
     RequestError,
     TemplateError,
     TimedOutError,
@@ -84,6 +86,11 @@ def status_of(
         case RequestError():
             bad = _bad_request(field_of(message), message)
             return _status(code_pb2.INVALID_ARGUMENT, message, "INVALID_REQUEST", bad)
+        case AuthenticationError():
+            return _status(code_pb2.UNAUTHENTICATED, message, "INVALID_API_KEY")
+        case RateLimitError():
+            retry = _retry(error.retry_after_s)
+            return _status(code_pb2.RESOURCE_EXHAUSTED, message, "RATE_LIMITED", retry)
         case OverloadedError():
             retry = _retry(error.retry_after_s)
             return _status(code_pb2.RESOURCE_EXHAUSTED, message, "OVERLOADED", retry)

@@ -14,8 +14,10 @@ from ortolan.errors import UsageError
 from ortolan.proto.inference.v2 import grpc_predict_v2_pb2_grpc
 from ortolan.proto.ortolan.v1 import ortolan_pb2_grpc
 from ortolan.runtime.serve import kserve_service
+from ortolan.runtime.serve.grpc_auth import key_interceptors, server_credentials
 from ortolan.runtime.serve.grpc_malformed import MalformedInterceptor
 from ortolan.runtime.serve.grpc_service import NAME, InferenceServicer
+from ortolan.runtime.serve.security import Security
 from ortolan.runtime.serve.service import Service
 
 # A prompt of a million tokens takes 3 MB as ids and about 5 MB as text. What is longer is refused
@@ -63,13 +65,18 @@ class GrpcServer:
     grace_s to read what is there.
     """
 
-    def __init__(self, service: Service, host: str, port: int) -> None:
+    def __init__(
+        self, service: Service, host: str, port: int, security: Security | None = None
+    ) -> None:
         self._service = service
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._servicer = InferenceServicer(service)
         self._kserve = kserve_service.KServeServicer(service)
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[MalformedInterceptor()])
+        self._security = security or Security()
+        # Keys first: who has none learns nothing of how messages are read.
+        interceptors = [*key_interceptors(self._security), MalformedInterceptor()]
+        self._server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors)
         ortolan_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, self._server)
         grpc_predict_v2_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
             self._kserve, self._server
@@ -81,7 +88,7 @@ class GrpcServer:
 
     async def start(self) -> int:
         try:
-            port: int = self._server.add_insecure_port(self._address)
+            port: int = self._add_port()
         except RuntimeError as error:
             raise UsageError(
                 f"cannot listen on {self._address} for gRPC; choose a free port and an address of "
@@ -91,6 +98,12 @@ class GrpcServer:
         await self._server.start()
         self._watching = asyncio.create_task(self._follow_health())
         return port
+
+    def _add_port(self) -> int:
+        tls = self._security.tls
+        if tls is None:
+            return int(self._server.add_insecure_port(self._address))
+        return int(self._server.add_secure_port(self._address, server_credentials(tls)))
 
     async def stop(self, grace_s: float) -> None:
         if self._watching is not None:

@@ -15,18 +15,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ortolan.runtime.serve import http_plain as plain
+from ortolan.runtime.serve.http_auth import with_keys
 from ortolan.runtime.serve.http_body import HttpLimits
 from ortolan.runtime.serve.http_endpoint import REQUEST_ID, Endpoint, Handler
 from ortolan.runtime.serve.http_errors import ApiError
 from ortolan.runtime.serve.http_generate import generating
 from ortolan.runtime.serve.http_openapi import docs, openapi
 from ortolan.runtime.serve.http_requests import chat_call, completion_call
+from ortolan.runtime.serve.security import Security
 from ortolan.runtime.serve.service import Service
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-def create_app(service: Service, limits: HttpLimits | None = None) -> ASGIApp:
+def create_app(
+    service: Service, limits: HttpLimits | None = None, security: Security | None = None
+) -> ASGIApp:
     """An application that serves one model. It neither warms the service up nor closes it."""
     endpoint = partial(Endpoint, service=service, limits=limits or HttpLimits())
 
@@ -47,7 +51,7 @@ def create_app(service: Service, limits: HttpLimits | None = None) -> ASGIApp:
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _routing_error})
     app.router.redirect_slashes = False
-    return _with_request_id(app)
+    return _with_request_id(with_keys(app, security or Security()))
 
 
 async def _routing_error(request: Request, exc: Exception) -> Response:

@@ -10,9 +10,11 @@ import traceback
 from collections.abc import Mapping
 
 from ortolan.errors import (
+    AuthenticationError,
     CancelledError,
     EngineError,
     OverloadedError,
+    RateLimitError,
     RequestError,
     TemplateError,
     TimedOutError,
@@ -77,6 +79,12 @@ def as_api_error(
             return ApiError(400, str(exc), "invalid_value", param=_field_in(str(exc), spellings))
         case TemplateError():
             return ApiError(400, str(exc), "template_error", param="messages")
+        case AuthenticationError():
+            scheme = {"WWW-Authenticate": "Bearer"}
+            return ApiError(401, str(exc), "invalid_api_key", headers=scheme)
+        case RateLimitError():
+            retry = {"Retry-After": str(math.ceil(exc.retry_after_s))}
+            return ApiError(429, str(exc), "rate_limit_exceeded", headers=retry)
         case OverloadedError():
             retry = {"Retry-After": str(math.ceil(exc.retry_after_s))}
             return ApiError(429, str(exc), "overloaded", headers=retry)

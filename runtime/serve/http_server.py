@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -20,10 +21,18 @@ _LAST_WORDS_S = 1.0
 class HttpServer:
     """Serves an ASGI application at an address. For one event loop; start once, stop once.
 
-    max_connections: past it, connections are answered with 503 and closed.
+    max_connections: past it, connections are answered with 503 and closed. tls: what HTTPS is
+    spoken with; None for HTTP.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int, max_connections: int = 1024) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        max_connections: int = 1024,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._host = host
         self._port = port
         config = uvicorn.Config(
@@ -38,6 +47,7 @@ class HttpServer:
             limit_concurrency=max_connections + 1,  # uvicorn refuses the one that reaches it
             # Longer than clients keep idle connections, so that none closes under a request.
             timeout_keep_alive=75,
+            ssl_context_factory=None if tls is None else lambda config, default: tls,
         )
         self._config = config
         self._server = _Server(config)

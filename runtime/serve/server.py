@@ -16,6 +16,7 @@ from typing import Any
 from ortolan.errors import UsageError
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.serve.config import Port, ServeConfig, Settings
+from ortolan.runtime.serve.security import Security, open_security, reload_on_hangup
 from ortolan.runtime.serve.service import Service
 
 
@@ -80,12 +81,14 @@ async def serve(
     say: Callable[[str], None],
 ) -> None:
     """See `run`."""
+    security = open_security(config)
     ending = _Ending()
     ending.listen()
+    stop_reloading = reload_on_hangup(security, say)
     servers: list[Any] = []
     try:
         await service.warm_up()
-        on_ready(await _start(service, config, servers))
+        on_ready(await _start(service, config, servers, security))
         await ending.first.wait()
         running = service.stats().running + service.stats().waiting
         say(
@@ -103,29 +106,33 @@ async def serve(
         for server in servers:
             await server.stop(0.0)
         await service.close()
+        stop_reloading()
         ending.ignore()
 
 
-async def _start(service: Service, config: ServeConfig, servers: list[Any]) -> Addresses:
+async def _start(
+    service: Service, config: ServeConfig, servers: list[Any], security: Security
+) -> Addresses:
     grpc_address = http_address = None
     if config.grpc_port != "off":
         from ortolan.runtime.serve.grpc_server import GrpcServer
 
-        grpc_server = GrpcServer(service, config.host, config.grpc_port)
+        grpc_server = GrpcServer(service, config.host, config.grpc_port, security)
         grpc_address = _address(config.host, await grpc_server.start())
         servers.append(grpc_server)
     if config.http_port != "off":
-        http_server = _http_server(service, config.host, config.http_port)
+        http_server = _http_server(service, config.host, config.http_port, security)
         http_address = _address(config.host, await http_server.start())
         servers.append(http_server)
     return Addresses(grpc_address, http_address)
 
 
-def _http_server(service: Service, host: str, port: Port) -> Any:
+def _http_server(service: Service, host: str, port: Port, security: Security) -> Any:
     from importlib import import_module
 
-    app = import_module("ortolan.runtime.serve.http_app").create_app(service)
-    return import_module("ortolan.runtime.serve.http_server").HttpServer(app, host, port)
+    app = import_module("ortolan.runtime.serve.http_app").create_app(service, security=security)
+    server = import_module("ortolan.runtime.serve.http_server").HttpServer
+    return server(app, host, port, tls=security.tls and security.tls.context)
 
 
 def _address(host: str, port: int) -> str:

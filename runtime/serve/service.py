@@ -13,6 +13,7 @@ from ortolan.runtime.engine.async_engine import AsyncEngine, AsyncStream
 from ortolan.runtime.engine.engine import EngineStats
 from ortolan.runtime.params import EngineConfig, Request, SamplingParams
 from ortolan.runtime.sampling_defaults import sampling_defaults
+from ortolan.runtime.serve.callers import CALLER
 from ortolan.runtime.text.no_tokenizer import open_tokenizer
 from ortolan.runtime.text.prompts import Messages, Prompt, Prompts
 
@@ -61,7 +62,12 @@ class Service:
         return await asyncio.to_thread(self._prompts.encode_chat, messages)
 
     async def submit(self, request: Request) -> AsyncStream:
-        """Queue a request. Raises RequestError, OverloadedError, EngineError."""
+        """Queue a request, within its caller's limits and tenant.
+
+        Raises RequestError, OverloadedError, EngineError, AuthenticationError.
+        """
+        if (caller := CALLER.get()) is not None:
+            return await caller.submit(request, self._engine.submit)
         return await self._engine.submit(request)
 
     async def warm_up(self) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortolan.bench.serving.load import LoadRequest
 from ortolan.bench.serving.outcome import NO_FINISH, Lost, Outcome, Reply
 from ortolan.errors import OrtolanError
+
+if TYPE_CHECKING:
+    from ortolan.client.access import AccessSettings
 
 
 @dataclass
@@ -38,12 +41,14 @@ class EventsReply:
 class GrpcWire:
     """A channel to one of our servers, at host:port."""
 
-    def __init__(self, address: str, ignore_eos: bool = False) -> None:
+    def __init__(
+        self, address: str, ignore_eos: bool = False, access: AccessSettings | None = None
+    ) -> None:
         from ortolan.client.aio import AsyncClient
         from ortolan.client.calls import RetryPolicy
 
         # A request that is turned away is lost here, not sent again in silence.
-        self._client = AsyncClient(address, retry=RetryPolicy(max_retries=0))
+        self._client = AsyncClient(address, retry=RetryPolicy(max_retries=0), **(access or {}))
         self._more: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
 
     async def greet(self) -> Any:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortolan.bench.serving.http1 import MalformedError, Response
 from ortolan.bench.serving.load import LoadRequest
 from ortolan.bench.serving.outcome import DROPPED, MALFORMED, NOT_CONNECTED, Lost, Outcome, Reply
 from ortolan.bench.serving.sse import Piece, message_of, read_completion
+
+if TYPE_CHECKING:
+    from ortolan.client.access import AccessSettings
 
 
 @dataclass
@@ -49,13 +53,31 @@ class HttpReply:
 
 
 class HttpWire:
-    """Connections to an OpenAI-compatible server at http://host:port and a path before /v1."""
+    """Connections to an OpenAI-compatible server at http://host:port and a path before /v1.
 
-    def __init__(self, host: str, port: int, path: str, ignore_eos: bool = False) -> None:
+    Raises UsageError if a file of `access` cannot be used.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        path: str,
+        ignore_eos: bool = False,
+        access: AccessSettings | None = None,
+    ) -> None:
         self.model: str | None = None  # what the server calls its model; see `greet`
         self._host, self._port, self._path = host, port, path
         name = f"[{host}]" if ":" in host else host
         self._headers = f"Host: {name}:{port}\r\nUser-Agent: ortolan-bench\r\n"
+        self._tls: ssl.SSLContext | None = None
+        if access:
+            from ortolan.client.access import Access
+
+            given = Access(**access)
+            given.warn_of_plaintext(f"{name}:{port}")
+            self._headers += "".join(f"{key}: {value}\r\n" for key, value in given.metadata)
+            self._tls = given.context() if given.encrypted else None
         self._more: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
@@ -118,7 +140,7 @@ class HttpWire:
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
-            lambda: _Connection(self._idle, self._open), self._host, self._port
+            lambda: _Connection(self._idle, self._open), self._host, self._port, ssl=self._tls
         )
         return connection
 

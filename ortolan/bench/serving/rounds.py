@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ortolan.bench.serving.drive import Round, closed_loop, open_loop
 from ortolan.bench.serving.load import ServePlan
 from ortolan.bench.serving.servers import OpenServer, open_server, read_address
 from ortolan.errors import BenchError, UsageError
+
+if TYPE_CHECKING:
+    from ortolan.client.access import AccessSettings
 
 Progress = Callable[[str], None]
 # Something that can be opened and measured as a server is.
@@ -27,17 +31,24 @@ class ServeResults:
 
 
 def run_serve_bench(
-    addresses: Sequence[str], plan: ServePlan, progress: Progress = lambda text: None
+    addresses: Sequence[str],
+    plan: ServePlan,
+    progress: Progress = lambda text: None,
+    access: AccessSettings | None = None,
 ) -> ServeResults:
     """Measure the servers at the addresses; the others are compared with the first.
 
+    access: for all of them, the files where an address asks for TLS.
     Raises UsageError for what is no address, BenchError or another OrtolanError if a server does
     not answer.
     """
     servers = [read_address(address) for address in addresses]
     if len({server.name for server in servers}) < len(servers):
         raise UsageError("an address is given twice; compare a server with another one")
-    openers = [lambda server=server: open_server(server, plan.ignore_eos) for server in servers]
+    given: AccessSettings = access or {}
+    openers = [
+        lambda server=server: open_server(server, plan.ignore_eos, given) for server in servers
+    ]
     return asyncio.run(compare(openers, plan, progress))
 
 
