@@ -125,8 +125,9 @@ class RequestHandle:
     """A submitted request: its choices, its events, its end.
 
     limit: most tokens of each answer. ends: ids that end one. began, deadline, admitted_s (to its
-    first slot): on the engine's clock. `error` is set if not every choice ended with a finish reason. Events go to `sink`, by
-    default into `events`; `on_end` is called once, after the last of them.
+    first slot): on the engine's clock. `error` is set if not every choice ended with a finish
+    reason. Events go to `sink`, by default into `events`; `on_end` is called once, after the last
+    of them.
     """
 
     def __init__(

@@ -28,6 +28,8 @@ class ServeConfig:
     model_name: what the model is called in requests; None: the bundle's folder's name.
     grace: seconds that running requests have to end after a first signal.
     port_file: a file to write the addresses to, as JSON, when requests are welcome.
+    log_format, log_level: of the log on standard error.
+    heartbeat_timeout: seconds that a step may take before the server calls itself not ready.
     Raises UsageError naming the field.
     """
 
@@ -37,6 +39,9 @@ class ServeConfig:
     model_name: str | None = None
     grace: float = 30.0
     port_file: str | None = None
+    log_format: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    heartbeat_timeout: float = 30.0
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -51,6 +56,17 @@ class ServeConfig:
             raise UsageError(f"http_port is {self.http_port}, as is grpc_port; give two ports")
         if not 0 <= self.grace <= 86400:
             raise UsageError(f"grace is {self.grace:g}; it must be from 0 to 86400 seconds")
+        for name in ("log_format", "log_level"):
+            if getattr(self, name) not in (choices := get_args(get_type_hints(ServeConfig)[name])):
+                raise UsageError(
+                    f"{name} is {reprlib.repr(getattr(self, name))}; it must be one of "
+                    f"{', '.join(choices)}"
+                )
+        if not 2 <= self.heartbeat_timeout <= 86400:  # an idle engine shows life once a second
+            raise UsageError(
+                f"heartbeat_timeout is {self.heartbeat_timeout:g}; it must be from 2 to 86400 "
+                "seconds"
+            )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ortolan.errors import UsageError
 from ortolan.proto.ortolan.v1 import ortolan_pb2_grpc
+from ortolan.runtime.serve.grpc_calls import CallInterceptor
 from ortolan.runtime.serve.grpc_service import NAME, InferenceServicer
 from ortolan.runtime.serve.service import Service
 
@@ -63,7 +64,8 @@ class GrpcServer:
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._servicer = InferenceServicer(service)
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=_OPTIONS)
+        interceptors = [CallInterceptor(service)]  # the first sees what all others do
+        self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         ortolan_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import re
-import secrets
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -20,6 +18,8 @@ from ortolan.proto.ortolan.v1 import ortolan_pb2 as pb
 from ortolan.proto.ortolan.v1 import ortolan_pb2_grpc as pb_grpc
 from ortolan.runtime.params import MAX_CHOICES, Request
 from ortolan.runtime.serve import grpc_convert as convert
+from ortolan.runtime.serve.calls import current_call
+from ortolan.runtime.serve.grpc_calls import REQUEST_ID
 from ortolan.runtime.serve.grpc_errors import UnknownModelError, status_of, unexpected
 from ortolan.runtime.serve.service import Service
 from ortolan.runtime.text.no_tokenizer import NoTokenizer, no_text
@@ -27,8 +27,6 @@ from ortolan.runtime.text.no_tokenizer import NoTokenizer, no_text
 _logger = logging.getLogger(__name__)
 
 NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
-REQUEST_ID = "x-request-id"
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 Context = Any  # grpc.aio.ServicerContext; the package has no types
 Reply = TypeVar("Reply")
@@ -42,7 +40,7 @@ def _answered(
 
     @functools.wraps(method)
     async def answered(self: InferenceServicer, request: Asked, context: Context) -> Reply:
-        request_id = _request_id(context)
+        request_id = _request_id()
         self.in_flight += 1
         try:
             await context.send_initial_metadata(((REQUEST_ID, request_id),))
@@ -196,11 +194,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             )
 
 
-def _request_id(context: Context) -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
-            return value
-    return secrets.token_hex(8)
+def _request_id() -> str:
+    call = current_call()
+    assert call is not None, "the server is made without CallInterceptor"
+    return call.request_id
 
 
 def _time_left(context: Context) -> float | None:
