@@ -66,7 +66,7 @@ async def _routing_error(request: Request, exc: Exception) -> Response:
 
 
 def _as_calls(app: ASGIApp, service: Service) -> ASGIApp:
-    """Makes each request a `Call`. Takes the client's X-Request-Id if it is short and plain, or makes one; sends it back.
+    """Makes each request a `Call`, and sends its id back: X-Request-Id, if it is short and plain.
 
     It is for the logs of both sides. Nothing is looked up by it, so that equal ones do not meet.
     """

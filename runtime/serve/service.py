@@ -69,7 +69,7 @@ class Service:
     def open_call(
         self, protocol: Literal["http", "grpc"], request_id: str, headers: Mapping[str, str]
     ) -> Call:
-        """A client's call, to which belongs what its task submits; for whoever speaks to clients."""
+        """A client's call, to which belongs what its task submits from now on."""
         return Call(protocol, request_id, headers, model=self.name, metrics=self.metrics)
 
     def params(self, **given: Any) -> SamplingParams:
@@ -88,7 +88,10 @@ class Service:
         return await asyncio.to_thread(self._prompts.encode_chat, messages)
 
     async def submit(self, request: Request) -> AsyncStream:
-        """Queue a request of the current call. Raises RequestError, OverloadedError, EngineError."""
+        """Queue a request of the current call.
+
+        Raises RequestError, OverloadedError, EngineError.
+        """
         call = current_call()
         stream = await self._engine.submit(request, partial(self._ended, call))
         if call is not None:

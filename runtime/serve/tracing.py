@@ -68,7 +68,7 @@ def _about_call(call: Call) -> dict[str, Any]:
         about["http.route"] = call.route
         about["http.response.status_code"] = int(call.status or 0)
     else:
-        about["rpc.system"] = "grpc"
+        about["rpc.system.name"] = "grpc"
         about["rpc.method"] = call.route
         about["rpc.response.status_code"] = call.status
     if call.tenant is not None:
