@@ -15,14 +15,14 @@ import pytest
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
 
-from grpc_serving import NO_RETRY, PROMPT, in_loop, until  # noqa: E402
-from prometheus_client import Metric  # noqa: E402
-from prometheus_client.openmetrics import parser as openmetrics  # noqa: E402
-from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
-from serving_both import Both, serving_both  # noqa: E402
+from grpc_serving import NO_RETRY, PROMPT, in_loop, until
+from prometheus_client import Metric
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from serving_both import Both, serving_both
 
-from ortolan.client.aio import AsyncClient  # noqa: E402
-from ortolan.errors import TimedOutError  # noqa: E402
+from ortolan.client.aio import AsyncClient
+from ortolan.errors import TimedOutError
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = ROOT / "deploy/grafana/ortolan.json"
@@ -190,9 +190,7 @@ def test_names_follow_prometheus_rules() -> None:
             assert not sample.name.endswith("_created")
         if family.type == "histogram":
             assert name.endswith("_seconds")
-            bounds = [
-                float(s.labels["le"]) for s in family.samples if s.name.endswith("_bucket")
-            ]
+            bounds = [float(s.labels["le"]) for s in family.samples if s.name.endswith("_bucket")]
             assert bounds == sorted(bounds)
             assert bounds[0] <= 0.001  # a step of a tiny model
             assert bounds[-2] >= 5
@@ -275,8 +273,15 @@ def test_document_names_every_metric_and_no_other() -> None:
     """An operator writes alerts from the page, and finds on it what a scrape shows."""
     found = exported()
     text = DOCUMENT.read_text(encoding="utf-8")
-    table = {name for line in text.splitlines() if line.startswith("| `") for name in NAME.findall(line.split("|")[1])}
-    shown = {f"{name}_total" if family.type == "counter" else name for name, family in found.items()}
+    table = {
+        name
+        for line in text.splitlines()
+        if line.startswith("| `")
+        for name in NAME.findall(line.split("|")[1])
+    }
+    shown = {
+        f"{name}_total" if family.type == "counter" else name for name, family in found.items()
+    }
     assert table == shown
     known = sample_names(found).keys() | shown
     for name in NAME.findall(text):

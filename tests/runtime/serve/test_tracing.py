@@ -11,17 +11,17 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("opentelemetry.sdk")
 
-from grpc_serving import NO_RETRY, PROMPT, in_loop  # noqa: E402
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider  # noqa: E402
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
-from opentelemetry.trace import SpanKind, StatusCode  # noqa: E402
-from serving_both import serving_both  # noqa: E402
+from grpc_serving import NO_RETRY, PROMPT, in_loop
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+from serving_both import serving_both
 
-from ortolan.client.aio import AsyncClient  # noqa: E402
-from ortolan.proto.ortolan.v1 import ortolan_pb2 as pb  # noqa: E402
-from ortolan.proto.ortolan.v1.ortolan_pb2_grpc import InferenceServiceStub  # noqa: E402
-from ortolan.runtime.serve import tracing  # noqa: E402
+from ortolan.client.aio import AsyncClient
+from ortolan.proto.ortolan.v1 import ortolan_pb2 as pb
+from ortolan.proto.ortolan.v1.ortolan_pb2_grpc import InferenceServiceStub
+from ortolan.runtime.serve import tracing
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
@@ -93,8 +93,6 @@ async def test_request_is_a_span_with_the_conventions_attributes(traced: Tracing
 async def test_grpc_metadata_gives_the_parent_too(traced: Tracing) -> None:
     """A trace that ends at one of two protocols is half a trace."""
     async with serving_both() as both, grpc.aio.insecure_channel(both.grpc) as channel:
-        request = pb.GenerateRequest(prompt=pb.TokenIds(ids=PROMPT)) if False else None
-        del request
         message = pb.GenerateRequest(sampling=pb.SamplingParams(max_tokens=2, ignore_eos=True))
         message.token_ids.ids.extend(PROMPT)
         call = InferenceServiceStub(channel).Generate(
@@ -123,7 +121,10 @@ async def test_failures_of_the_server_are_errors_and_those_of_callers_are_not(
             await client.generate(PROMPT, model="other")
         with pytest.raises(Exception, match="broke"):
             await client.generate([6, 2, 6], max_tokens=2)
-    found = [(span.name, span.status.status_code, dict(span.attributes or {}).get("error.type")) for span in traced.spans]
+    found = [
+        (span.name, span.status.status_code, dict(span.attributes or {}).get("error.type"))
+        for span in traced.spans
+    ]
     assert found == [
         ("/v1/completions", StatusCode.UNSET, None),
         ("text_completion mock", StatusCode.ERROR, "500"),
