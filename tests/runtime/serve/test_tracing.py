@@ -19,6 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from serving_both import serving_both
 
 from ortolan.client.aio import AsyncClient
+from ortolan.errors import EngineError, RequestError
 from ortolan.proto.ortolan.v1 import ortolan_pb2 as pb
 from ortolan.proto.ortolan.v1.ortolan_pb2_grpc import InferenceServiceStub
 from ortolan.runtime.serve import tracing
@@ -117,9 +118,9 @@ async def test_failures_of_the_server_are_errors_and_those_of_callers_are_not(
     async with serving_both() as both, AsyncClient(both.grpc, retry=NO_RETRY) as client:
         assert await both.completion(temperature=-1) == 400
         assert await both.completion(prompt=[6, 2, 6]) == 500  # the mock fails at 2
-        with pytest.raises(Exception, match="model"):
-            await client.generate(PROMPT, model="other")
-        with pytest.raises(Exception, match="broke"):
+        with pytest.raises(RequestError, match="top_p"):
+            await client.generate(PROMPT, top_p=7.0)
+        with pytest.raises(EngineError, match="broke"):
             await client.generate([6, 2, 6], max_tokens=2)
     found = [
         (span.name, span.status.status_code, dict(span.attributes or {}).get("error.type"))
