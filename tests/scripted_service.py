@@ -10,6 +10,8 @@ from typing import Any
 from ortolan.errors import OrtolanError
 from ortolan.runtime.engine.async_engine import AsyncStream
 from ortolan.runtime.params import Request, SamplingParams, TokenEvent
+from ortolan.runtime.serve.calls import Call
+from ortolan.runtime.serve.metrics import Metrics
 from ortolan.runtime.text.no_tokenizer import NoTokenizer
 
 Step = TokenEvent | OrtolanError
@@ -34,6 +36,16 @@ class ScriptedService:
         self.not_ready: str | None = None
         self.cancelled = 0
         self.streams: list[AsyncStream] = []
+        self.metrics = Metrics(
+            model=self.name,
+            provider="none",
+            onnxruntime="none",
+            stats=lambda: None,  # type: ignore[arg-type, return-value]
+            not_ready=lambda: self.not_ready,
+        )
+
+    def open_call(self, protocol: Any, request_id: str, headers: Any) -> Call:
+        return Call(protocol, request_id, headers, model=self.name, metrics=self.metrics)
 
     def params(self, **given: Any) -> SamplingParams:
         return SamplingParams(**given)

@@ -23,9 +23,10 @@ WalkModules = Callable[[Mapping[str, Path]], dict[str, Path]]
 
 # Only building graphs and reading checkpoints need these; a serving machine has none of them.
 BUILDING = frozenset({"gguf", "onnx", "onnx_ir", "onnxscript", "safetensors"})
-# gRPC, and what an HTTP server is made with.
+# gRPC, what an HTTP server is made with, and what is told to those who watch it.
 WIRE = frozenset(
     {"aiohttp", "fastapi", "flask", "grpc", "hypercorn", "starlette", "tornado", "uvicorn"}
+    | {"opentelemetry", "prometheus_client"}
 )
 TERMINAL = frozenset({"click", "rich"})
 # Nothing needs these. The processes below run as if they were not installed.

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import click
 
+from ortolan.cli.logs import logs_shown
 from ortolan.cli.options import bundle_argument, debug_option, option_name
-from ortolan.cli.output import note, write, write_table
+from ortolan.cli.output import write, write_table
 from ortolan.errors import UsageError
-from ortolan.runtime.serve.config import DEFAULTS, TYPES, Setting, gather, parsed
+from ortolan.runtime.serve.config import DEFAULTS, TYPES, Setting, Settings, gather, parsed
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,6 +26,9 @@ _HELP = {
     "model_name": ("NAME", "What the model is called in requests.  [default: BUNDLE's name]"),
     "grace": ("S", "Seconds that running requests have after a first signal."),
     "port_file": ("FILE", "Write the addresses to this file, as JSON, when ready."),
+    "log_format": ("FORMAT", "Of the log on standard error: text or json."),
+    "log_level": ("LEVEL", "debug, info (a line per request), warning or error."),
+    "heartbeat_timeout": ("S", "Seconds that a step may take before the server is not ready."),
     "provider": ("NAME", "The execution provider to run on."),
     "threads": ("N", "Threads to compute with.  [default: the cores that may be used]"),
     "cache_dir": ("FOLDER", "Where packed weights are kept.  [default: in the bundle]"),
@@ -87,9 +91,14 @@ def serve(bundle: Path, config_file: Path | None, **flags: Any) -> None:
     settings = gather(flags, os.environ, config_file)
     _show(settings.listed)
 
+    with logs_shown(settings.serve.log_format, settings.serve.log_level) as say:
+        _serve(bundle, settings, say)
+
+
+def _serve(bundle: Path, settings: Settings, say: Callable[[str], None]) -> None:
     from ortolan.optional import require
 
-    for module in ("grpc", "grpc_health", "grpc_reflection", "grpc_status"):
+    for module in ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "prometheus_client"):
         require(module, "serve", "serving a model")
     from ortolan.runtime.bundle import Bundle
     from ortolan.runtime.serve import server
@@ -98,7 +107,7 @@ def serve(bundle: Path, config_file: Path | None, **flags: Any) -> None:
     server.check_ports(settings.serve)
     security = open_security(settings.serve)
     if security.keys is not None and security.tls is None and not is_loopback(settings.serve.host):
-        note("keys and prompts cross the network unencrypted, unless a proxy in front adds TLS")
+        say("keys and prompts cross the network unencrypted, unless a proxy in front adds TLS")
     _check_port_file(settings.serve.port_file)
     service = server.open_service(Bundle.open(bundle), settings)
     server.run(
@@ -107,7 +116,7 @@ def serve(bundle: Path, config_file: Path | None, **flags: Any) -> None:
         on_ready=lambda addresses: _say_ready(
             service.name, addresses, settings.serve.port_file, security.tls is not None
         ),
-        say=note,
+        say=say,
     )
 
 

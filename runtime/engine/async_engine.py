@@ -13,7 +13,10 @@ from functools import partial
 from ortolan.errors import CancelledError, EngineError, OrtolanError
 from ortolan.runtime.engine.engine import Engine, EngineStats
 from ortolan.runtime.engine.life import RequestHandle
+from ortolan.runtime.engine.record import RequestRecord, record_of
 from ortolan.runtime.params import Request, TokenEvent
+
+OnEnd = Callable[[RequestRecord], None]
 
 # Events that a stream holds before those that follow are merged into the last.
 _MOST_UNREAD = 32
@@ -24,10 +27,17 @@ class AsyncStream:
 
     A reader that falls behind gets fewer, longer events: what is held is at most some events
     and the answer's tokens, and nobody waits for the reader. Leaving early is `cancel` or
-    `aclose`. on_read: is told of each event when the reader takes it.
+    `aclose`. on_end: called once, on the loop, when the request has ended. on_read: is told of
+    each event when the reader takes it.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, cancel: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        cancel: Callable[[], None],
+        on_end: OnEnd | None = None,
+    ) -> None:
+        self.on_end = on_end
         self._loop = loop
         self._cancel = cancel
         self._lock = threading.Lock()
@@ -118,14 +128,18 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="ortolan-engine", daemon=True)
         self._thread.start()
 
-    async def submit(self, request: Request) -> AsyncStream:
-        """Queue a request; its stream. Raises what `Engine.submit` does."""
+    async def submit(self, request: Request, on_end: OnEnd | None = None) -> AsyncStream:
+        """Queue a request; its stream. Raises what `Engine.submit` does.
+
+        on_end: called on this loop with the request's record when it has ended, read or not,
+        before its stream ends; never if it is refused.
+        """
         self._engine.check(request)
         if self._refusal is not None:
             raise EngineError(self._refusal)
         loop = asyncio.get_running_loop()
         accepted: asyncio.Future[AsyncStream] = loop.create_future()
-        if not self._tell(lambda: self._submit(request, loop, accepted)):
+        if not self._tell(lambda: self._submit(request, loop, accepted, on_end)):
             raise self._refused()
         try:
             return await asyncio.shield(accepted)
@@ -211,16 +225,15 @@ class AsyncEngine:
         except Exception as exc:  # noqa: BLE001  nobody may wait for an engine that has died
             error = EngineError(f"the engine stopped working: {reason}")
             error.__cause__ = exc
-            for stream in self._streams.values():
-                stream.end(error)
-            self._touched.update(self._streams.values())
-            self._streams.clear()
+            for handle in tuple(self._streams):
+                self._end(handle, error)
 
     def _submit(
         self,
         request: Request,
         loop: asyncio.AbstractEventLoop,
         accepted: asyncio.Future[AsyncStream],
+        on_end: OnEnd | None,
     ) -> None:
         try:
             if self._closing:
@@ -232,14 +245,14 @@ class AsyncEngine:
                 error = EngineError(f"the request cannot be queued: {type(exc).__name__}: {exc}")
             _on_loop(loop, partial(_settle, accepted, error))
             return
-        stream = AsyncStream(loop, lambda: self._cancel(handle))
+        stream = AsyncStream(loop, lambda: self._cancel(handle), on_end)
         self._streams[handle] = stream
         handle.sink = lambda event: self._put(stream, event)
-        handle.on_end = lambda: self._end(handle)
+        handle.on_end = lambda: self._end(handle, handle.error)
         for event in handle.events:  # a request for no tokens has ended already
             self._put(stream, event)
         if handle.done:
-            self._end(handle)
+            self._end(handle, handle.error)
         _on_loop(loop, partial(_settle, accepted, stream))
 
     def _cancel(self, handle: RequestHandle) -> None:
@@ -249,10 +262,12 @@ class AsyncEngine:
         stream.put(event)
         self._touched.add(stream)
 
-    def _end(self, handle: RequestHandle) -> None:
+    def _end(self, handle: RequestHandle, error: OrtolanError | None) -> None:
         stream = self._streams.pop(handle, None)
         if stream is not None:
-            stream.end(handle.error)
+            if stream.on_end is not None:
+                _on_loop(stream.loop, partial(stream.on_end, record_of(handle)))
+            stream.end(error)
             self._touched.add(stream)
 
     def _wake_readers(self) -> None:

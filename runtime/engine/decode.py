@@ -14,7 +14,10 @@ from ortolan.runtime.engine.seams import ModelSeam
 
 
 class DecodePhase:
-    """One call over the slots from 0 to the last running one, one sampling call over its rows."""
+    """One call over the slots from 0 to the last running one, one sampling call over its rows.
+
+    seconds: what the model has taken.
+    """
 
     def __init__(
         self,
@@ -30,6 +33,7 @@ class DecodePhase:
         self._emitter = emitter
         self._pace = pace
         self._clock = clock
+        self.seconds = 0.0
 
     def run(self, *, beside_prompt: bool) -> None:
         """Decode, sample, emit. beside_prompt: whether this step has read a piece of a prompt."""
@@ -60,7 +64,9 @@ class DecodePhase:
                 lengths[choice.slot - first] = choice.stored
         for choice in choices:
             ids[choice.slot - first] = choice.tokens[choice.stored]
+        began = self._clock()
         logits = self._model.decode(first, ids, lengths)
+        self.seconds += self._clock() - began
         self._scheduler.call_succeeded()
         return logits
 

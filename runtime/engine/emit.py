@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,20 +20,29 @@ from ortolan.runtime.text.tokenizer import Tokenizer
 class Emitter:
     """Draws a token for each choice and sends it to the request's reader.
 
-    completion_tokens: all that were ever drawn.
+    completion_tokens: all that were ever drawn. seconds: what it has taken, readers included.
     """
 
-    def __init__(self, sampler: SamplerSeam, tokenizer: Tokenizer, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        sampler: SamplerSeam,
+        tokenizer: Tokenizer,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+    ) -> None:
         self._sampler = sampler
         self._tokenizer = tokenizer
         self._scheduler = scheduler
+        self._clock = clock
         self.completion_tokens = 0
+        self.seconds = 0.0
 
     def draw(self, choices: Sequence[Choice], logits: FloatArray) -> None:
         """A token for each choice from logits [rows, vocab].
 
         A choice whose logits are not fails with its request, and no other does.
         """
+        began = self._clock()
         drawn: Sequence[Sampled | EngineError]
         try:
             drawn = self._sampler.sample(logits, [choice.row for choice in choices])
@@ -46,6 +55,7 @@ class Emitter:
                 self._scheduler.fail(choice.handle, sampled)
             else:
                 self._emit(choice, sampled)
+        self.seconds += self._clock() - began
 
     def score(self, choice: Choice, logits: FloatArray) -> None:
         """Add logprobs of the prompt's tokens after the positions [n, vocab] just read."""
@@ -57,12 +67,14 @@ class Emitter:
         if not following:
             return
         count = choice.row.params.prompt_logprobs or 0
+        began = self._clock()
         try:
             scores = self._sampler.score(logits[: len(following)], following, count)
         except EngineError as exc:
             self._scheduler.fail(choice.handle, exc)
             return
         known += [self._logprobs(score)[0] for score in scores]
+        self.seconds += self._clock() - began
 
     def finish(self, choice: Choice, reason: FinishReason) -> None:
         """End a request for no tokens, whose prompt has been read if it is to be scored."""
@@ -74,6 +86,8 @@ class Emitter:
     def _emit(self, choice: Choice, sampled: Sampled) -> None:
         token_id, handle = sampled.token_id, choice.handle
         self.completion_tokens += 1
+        if choice.first_token_s is None:
+            choice.first_token_s = self._clock()
         self._scheduler.residents.grow(choice, token_id)
         choice.row.append(token_id)
         reason: FinishReason | None = None

@@ -30,6 +30,8 @@ class EngineStats:
     """The engine at a moment. Counts are since its start, everything else is now.
 
     ended: stop, length, cancelled, timed out, failed -> choices that ended so.
+    phase_seconds: prefill, decode (the model's calls), sample (to the readers' taking of events),
+    other -> seconds that steps have spent so.
     broken: why the engine accepts nothing any more, None while it works.
     """
 
@@ -46,6 +48,7 @@ class EngineStats:
     prefix_query_tokens: int
     prefix_hit_tokens: int
     ended: dict[str, int]
+    phase_seconds: dict[str, float]
     broken: str | None
 
 
@@ -83,13 +86,16 @@ class Engine:
         self._checks = checks
         self._steps = 0
         self._stepping = False
-        self._scheduler = Scheduler(model.cache, config, kv_budget, prefix)
-        self._emitter = Emitter(sampler, tokenizer, self._scheduler)
+        self._step_seconds = 0.0
+        self._phase_seconds: dict[str, float] = {}
+        self._scheduler = Scheduler(model.cache, config, kv_budget, prefix, clock)
+        self._emitter = Emitter(sampler, tokenizer, self._scheduler, clock)
         pace = Pace(config, attention_share(model.config))
         self._prefill = PrefillPhase(
             model, self._scheduler, self._emitter, pace, config.prefill_chunk, clock
         )
         self._decode = DecodePhase(model, self._scheduler, self._emitter, pace, clock)
+        self._note_seconds(0.0)
 
     def check(self, request: Request) -> None:
         """Raises RequestError for a request that can never run."""
@@ -177,6 +183,18 @@ class Engine:
         if self._scheduler.suspicious:
             self._prefill.probe()
         self._scheduler.residents.return_pages()
+        self._note_seconds(self._clock() - began)
+
+    def _note_seconds(self, step_seconds: float) -> None:
+        self._step_seconds += step_seconds
+        model_s, sample_s = self._prefill.seconds + self._decode.seconds, self._emitter.seconds
+        # Whoever reads them on another thread must not find a sum that is a step behind its parts.
+        self._phase_seconds = {
+            "prefill": self._prefill.seconds,
+            "decode": self._decode.seconds,
+            "sample": sample_s,
+            "other": self._step_seconds - model_s - sample_s,
+        }
 
     def stream(self, request: Request) -> Iterator[TokenEvent]:
         """A request's events, making steps as long as it takes; closing the iterator cancels it.
@@ -216,6 +234,7 @@ class Engine:
             prefix_query_tokens=prefix.counts.query_tokens if prefix else 0,
             prefix_hit_tokens=prefix.counts.hit_tokens if prefix else 0,
             ended=dict(scheduler.ended),
+            phase_seconds=self._phase_seconds,
             broken=scheduler.broken,
         )
 

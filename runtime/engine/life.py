@@ -75,6 +75,9 @@ class Choice:
         self.cached_tokens = 0
         self.overtaken = 0  # by requests of a better priority that came later
         self.prompt_logprobs: list[PositionLogprobs | None] = []
+        self.reason: str | None = None  # what it ended as: stop, length, cancelled, ...
+        self.first_token_s: float | None = None  # when, on the engine's clock; so are the next
+        self.ended_s: float | None = None
 
     @property
     def scored(self) -> bool:
@@ -121,9 +124,10 @@ _ARRIVALS = count()
 class RequestHandle:
     """A submitted request: its choices, its events, its end.
 
-    limit: most tokens of each answer. ends: ids that end one. began, deadline: on the engine's
-    clock. `error` is set if not every choice ended with a finish reason. Events go to `sink`, by
-    default into `events`; `on_end` is called once, after the last of them.
+    limit: most tokens of each answer. ends: ids that end one. began, deadline, admitted_s (to its
+    first slot): on the engine's clock. `error` is set if not every choice ended with a finish
+    reason. Events go to `sink`, by default into `events`; `on_end` is called once, after the last
+    of them.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class RequestHandle:
         self.ends = ends
         self.began = began
         self.deadline = None if request.timeout_s is None else began + request.timeout_s
+        self.admitted_s: float | None = None
         self.arrival = next(_ARRIVALS)
         self.choices: list[Choice] = []
         self.forks: list[Choice] = []  # choices that wait for the first one's prompt

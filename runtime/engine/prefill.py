@@ -26,7 +26,7 @@ _Part = tuple[Choice, int]  # whose prompt, how many tokens of it
 class PrefillPhase:
     """Cuts the next pieces of prompts, first come first served, and reads them.
 
-    prompt_tokens: all that were ever read.
+    prompt_tokens: all that were ever read. seconds: what the model took for them.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class PrefillPhase:
         self._chunk = chunk
         self._clock = clock
         self.prompt_tokens = 0
+        self.seconds = 0.0
 
     def run(self, began: float) -> bool:
         """Read prompts; whether there were any. `began` is when the step did."""
@@ -117,8 +118,10 @@ class PrefillPhase:
         except EngineError as exc:
             self._retry(call, exc)
             return
+        seconds = self._clock() - began
+        self.seconds += seconds
         self._scheduler.call_succeeded()
-        self._pace.prefilled([len(part) for part in ids], starts, self._clock() - began)
+        self._pace.prefilled([len(part) for part in ids], starts, seconds)
         for row, (choice, size) in enumerate(call):
             if choice.state is not State.PREFILLING:
                 continue  # ended by what an earlier row's reader did

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 
 from ortolan.errors import EngineError, OrtolanError, TimedOutError
 from ortolan.runtime.engine.kv_cache import KvCache
@@ -31,7 +32,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: KvCache, config: EngineConfig, kv_budget: int, prefix: PrefixCache | None
+        self,
+        cache: KvCache,
+        config: EngineConfig,
+        kv_budget: int,
+        prefix: PrefixCache | None,
+        clock: Callable[[], float],
     ) -> None:
         self.queue = WaitingQueue(
             config.max_waiting, config.max_waiting_tokens, config.priority_patience
@@ -42,6 +48,7 @@ class Scheduler:
         self.preemptions = 0
         self.ended: Counter[str] = Counter()
         self._cache = cache
+        self._clock = clock
         self._patience = config.priority_patience
         self._deadlines: list[tuple[float, int, RequestHandle]] = []  # a heap
         self._deadlines_kept = 0  # of it, after ended requests were last taken out
@@ -173,8 +180,7 @@ class Scheduler:
 
     def finish(self, choice: Choice, reason: FinishReason) -> None:
         """A choice ended as it should."""
-        self.ended[reason] += 1
-        self._move(choice, State.FINISHED)
+        self._end(choice, State.FINISHED, reason)
         if choice.handle.done:
             choice.handle.on_end()
 
@@ -184,10 +190,14 @@ class Scheduler:
             return
         for choice in handle.choices:
             if choice.state not in ENDED:
-                self.ended[state.value] += 1
-                self._move(choice, state)
+                self._end(choice, state, state.value)
         handle.error = error
         handle.on_end()
+
+    def _end(self, choice: Choice, state: State, reason: str) -> None:
+        self.ended[reason] += 1
+        choice.reason, choice.ended_s = reason, self._clock()
+        self._move(choice, state)
 
     def fail(self, handle: RequestHandle, error: EngineError) -> None:
         """Something of this request alone went wrong."""
@@ -231,6 +241,8 @@ class Scheduler:
             choice.overtakes(self.residents.in_state(State.PREFILLING))
         elif choice.state in QUEUED:
             self.queue.remove(choice)
+        if state in RESIDENT and handle.admitted_s is None:
+            handle.admitted_s = self._clock()
         if choice.path is not None:
             assert self.prefix is not None
             self.prefix.release(choice.path)

@@ -62,11 +62,11 @@ class Account:
 class Caller:
     """One call by a key's holder, which has paid for its first request.
 
-    account: finds the key's account, None once the key was withdrawn. name: the key's, for logs.
+    key: whose it is. account: finds the key's account, None once the key was withdrawn.
     """
 
-    def __init__(self, name: str, account: Callable[[], Account | None]) -> None:
-        self.name = name
+    def __init__(self, key: ApiKey, account: Callable[[], Account | None]) -> None:
+        self.tenant = key.tenant
         self._account = account
         self._paid = True
 
@@ -142,7 +142,7 @@ class Keys:
         if account is None or not hmac.compare_digest(account.key.sha256, digest):
             raise AuthenticationError(_UNKNOWN)
         account.take_request()
-        return Caller(account.key.name, lambda: self._accounts.get(digest))
+        return Caller(account.key, lambda: self._accounts.get(digest))
 
 
 def _bearer(authorizations: Sequence[bytes]) -> bytes:

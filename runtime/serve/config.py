@@ -31,6 +31,8 @@ class ServeConfig:
     tls_cert, tls_key: PEM files, both or none; tls_client_ca: who signs clients' certificates,
     which they then must show. api_keys_file: see `api_keys.read_keys`; with it every call needs
     a key, but for what open_paths names: words of `security.OPEN_PATHS`, commas between.
+    log_format, log_level: of the log on standard error.
+    heartbeat_timeout: seconds that a step may take before the server calls itself not ready.
     Raises UsageError naming the field.
     """
 
@@ -45,6 +47,9 @@ class ServeConfig:
     tls_client_ca: str | None = None
     api_keys_file: str | None = None
     open_paths: str | None = None
+    log_format: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    heartbeat_timeout: float = 30.0
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -59,6 +64,17 @@ class ServeConfig:
             raise UsageError(f"http_port is {self.http_port}, as is grpc_port; give two ports")
         if not 0 <= self.grace <= 86400:
             raise UsageError(f"grace is {self.grace:g}; it must be from 0 to 86400 seconds")
+        for name in ("log_format", "log_level"):
+            if getattr(self, name) not in (choices := get_args(get_type_hints(ServeConfig)[name])):
+                raise UsageError(
+                    f"{name} is {reprlib.repr(getattr(self, name))}; it must be one of "
+                    f"{', '.join(choices)}"
+                )
+        if not 2 <= self.heartbeat_timeout <= 86400:  # an idle engine shows life once a second
+            raise UsageError(
+                f"heartbeat_timeout is {self.heartbeat_timeout:g}; it must be from 2 to 86400 "
+                "seconds"
+            )
 
 
 @dataclass(frozen=True)

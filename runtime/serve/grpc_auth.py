@@ -55,6 +55,7 @@ def _refusing(error: OrtolanError) -> Any:
         status = status_of(error, unavailable=False)
         await context.abort_with_status(rpc_status.to_status(status))
 
+    refuse.before_routing = True  # type: ignore[attr-defined]  # see CallInterceptor
     # Of all kinds of handlers this is the one that is called before a message is read; on the
     # wire all kinds look the same.
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -15,6 +15,7 @@ from ortolan.proto.inference.v2 import grpc_predict_v2_pb2_grpc
 from ortolan.proto.ortolan.v1 import ortolan_pb2_grpc
 from ortolan.runtime.serve import kserve_service
 from ortolan.runtime.serve.grpc_auth import key_interceptors, server_credentials
+from ortolan.runtime.serve.grpc_calls import CallInterceptor
 from ortolan.runtime.serve.grpc_malformed import MalformedInterceptor
 from ortolan.runtime.serve.grpc_service import NAME, InferenceServicer
 from ortolan.runtime.serve.security import Security
@@ -74,9 +75,14 @@ class GrpcServer:
         self._kserve = kserve_service.KServeServicer(service)
         self._health = health.aio.HealthServicer()
         self._security = security or Security()
-        # Keys first: who has none learns nothing of how messages are read.
-        interceptors = [*key_interceptors(self._security), MalformedInterceptor()]
-        self._server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors)
+        # The first sees what all others do. Keys next: who has none learns nothing of how
+        # messages are read.
+        interceptors = [
+            CallInterceptor(service),
+            *key_interceptors(self._security),
+            MalformedInterceptor(),
+        ]
+        self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         ortolan_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, self._server)
         grpc_predict_v2_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
             self._kserve, self._server

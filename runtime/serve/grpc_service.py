@@ -6,11 +6,8 @@ import asyncio
 import contextlib
 import functools
 import logging
-import re
-import secrets
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import grpc
@@ -23,6 +20,8 @@ from ortolan.proto.ortolan.v1 import ortolan_pb2 as pb
 from ortolan.proto.ortolan.v1 import ortolan_pb2_grpc as pb_grpc
 from ortolan.runtime.params import MAX_CHOICES, Request
 from ortolan.runtime.serve import grpc_convert as convert
+from ortolan.runtime.serve.calls import current_call
+from ortolan.runtime.serve.grpc_calls import REQUEST_ID
 from ortolan.runtime.serve.grpc_errors import UnknownModelError, field_of, status_of, unexpected
 from ortolan.runtime.serve.service import Service
 from ortolan.runtime.text.no_tokenizer import NoTokenizer, no_text
@@ -30,17 +29,11 @@ from ortolan.runtime.text.no_tokenizer import NoTokenizer, no_text
 _logger = logging.getLogger(__name__)
 
 NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
-REQUEST_ID = "x-request-id"
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 Context = Any  # grpc.aio.ServicerContext; the package has no types
 Reply = TypeVar("Reply")
 Asked = TypeVar("Asked")
 Servicer = TypeVar("Servicer", bound="Calls")
-
-
-# The id of the call that a task answers.
-_call_id: ContextVar[str] = ContextVar("call_id", default="")
 
 
 class Calls:
@@ -93,7 +86,7 @@ class Calls:
             method,
             type(error).__name__,
             place,
-            extra={"request_id": _call_id.get()},
+            extra={"request_id": _request_id()},
         )
         return unexpected()
 
@@ -105,10 +98,8 @@ def explained(
 
     @functools.wraps(method)
     async def explained(self: Servicer, request: Asked, context: Context) -> Reply:
-        request_id = _request_id(context)
-        _call_id.set(request_id)
         try:
-            await context.send_initial_metadata(((REQUEST_ID, request_id),))
+            await context.send_initial_metadata(((REQUEST_ID, _request_id()),))
             return await method(self, request, context)
         except grpc.aio.BaseError:
             raise
@@ -239,11 +230,10 @@ class InferenceServicer(Calls, pb_grpc.InferenceServiceServicer):
         return convert.stats_message(self._service.stats(), self._service.not_ready)
 
 
-def _request_id(context: Context) -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
-            return value
-    return secrets.token_hex(8)
+def _request_id() -> str:
+    call = current_call()
+    assert call is not None, "the server is made without CallInterceptor"
+    return call.request_id
 
 
 def time_left(context: Context) -> float | None:

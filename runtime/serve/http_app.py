@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ortolan.runtime.serve import http_plain as plain
+from ortolan.runtime.serve.calls import OTHER, Call
 from ortolan.runtime.serve.http_auth import with_keys
 from ortolan.runtime.serve.http_body import HttpLimits
 from ortolan.runtime.serve.http_endpoint import REQUEST_ID, Endpoint, Handler
@@ -25,6 +26,8 @@ from ortolan.runtime.serve.http_requests import chat_call, completion_call
 from ortolan.runtime.serve.security import Security
 from ortolan.runtime.serve.service import Service
 
+# What nginx logs where a client left before it had an answer.
+_CLIENT_GONE = "499"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -46,12 +49,13 @@ def create_app(
         route("/detokenize", plain.detokenize, "POST"),
         route("/health/live", plain.live),
         route("/health/ready", plain.ready),
+        route("/metrics", plain.metrics),
         route("/openapi.json", openapi),
         route("/docs", docs),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _routing_error})
     app.router.redirect_slashes = False
-    return _with_request_id(with_keys(app, security or Security()))
+    return _as_calls(with_keys(app, security or Security()), service)
 
 
 async def _routing_error(request: Request, exc: Exception) -> Response:
@@ -65,8 +69,8 @@ async def _routing_error(request: Request, exc: Exception) -> Response:
     return Response(error.body, error.status, exc.headers, "application/json")
 
 
-def _with_request_id(app: ASGIApp) -> ASGIApp:
-    """Takes the client's X-Request-Id if it is short and plain, or makes one; sends it back.
+def _as_calls(app: ASGIApp, service: Service) -> ASGIApp:
+    """Makes each request a `Call`, and sends its id back: X-Request-Id, if it is short and plain.
 
     It is for the logs of both sides. Nothing is looked up by it, so that equal ones do not meet.
     """
@@ -75,17 +79,26 @@ def _with_request_id(app: ASGIApp) -> ASGIApp:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope[REQUEST_ID] = request_id
-        await app(scope, receive, _adding(send, (b"x-request-id", request_id.encode())))
+        call = service.open_call("http", request_id, headers)
+        call.status = _CLIENT_GONE
+        try:
+            await app(scope, receive, _adding(send, (b"x-request-id", request_id.encode()), call))
+        finally:
+            # The path as it was declared: what a client asked for may be anything.
+            call.route = getattr(scope.get("route"), "path", OTHER)
+            call.over(call.status)
 
     return wrapped
 
 
-def _adding(send: Send, header: tuple[bytes, bytes]) -> Send:
+def _adding(send: Send, header: tuple[bytes, bytes], call: Call) -> Send:
     async def adding(message: Message) -> None:
         if message["type"] == "http.response.start":
+            call.status = str(message["status"])
             message = {**message, "headers": [*message["headers"], header]}
         await send(message)
 

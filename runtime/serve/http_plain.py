@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ortolan.runtime.serve.http_endpoint import Exchange, send_object
+from starlette.datastructures import Headers
+
+from ortolan.runtime.serve.http_endpoint import Exchange, send_object, send_whole
 from ortolan.runtime.serve.http_errors import invalid
 from ortolan.runtime.serve.http_fields import COMMON, Field, accepted
 from ortolan.runtime.serve.http_messages import checked_messages
@@ -86,6 +88,14 @@ async def detokenize(exchange: Exchange) -> None:
 async def live(exchange: Exchange) -> None:
     """GET /health/live: the process answers."""
     await send_object(exchange.send, 200, {"status": "live"})
+
+
+async def metrics(exchange: Exchange) -> None:
+    """GET /metrics: for Prometheus, in the format that it prefers."""
+    accept = Headers(scope=exchange.scope).get("accept", "")
+    # On a thread: it takes some milliseconds, in which no stream may stall.
+    body, kind = await asyncio.to_thread(exchange.service.metrics.exposition, accept)
+    await send_whole(exchange.send, 200, body, kind)
 
 
 async def ready(exchange: Exchange) -> None:

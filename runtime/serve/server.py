@@ -55,7 +55,13 @@ def check_ports(config: ServeConfig) -> None:
 
 def open_service(bundle: Bundle, settings: Settings) -> Service:
     """Load the bundle. Raises what opening an engine does."""
-    return Service(bundle, settings.engine, settings.serve.model_name)
+    serve = settings.serve
+    return Service(
+        bundle,
+        settings.engine,
+        serve.model_name,
+        heartbeat_timeout_s=serve.heartbeat_timeout,
+    )
 
 
 def run(

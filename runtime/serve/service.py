@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
 
 from ortolan.errors import EngineError
 from ortolan.optional import require
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.async_engine import AsyncEngine, AsyncStream
-from ortolan.runtime.engine.engine import EngineStats
+from ortolan.runtime.engine.engine import Engine, EngineStats
+from ortolan.runtime.engine.record import RequestRecord
 from ortolan.runtime.params import EngineConfig, Request, SamplingParams
 from ortolan.runtime.sampling_defaults import sampling_defaults
 from ortolan.runtime.serve.callers import CALLER
+from ortolan.runtime.serve.calls import Call, current_call
+from ortolan.runtime.serve.metrics import Metrics
 from ortolan.runtime.text.no_tokenizer import open_tokenizer
 from ortolan.runtime.text.prompts import Messages, Prompt, Prompts
-
-# An engine that shows no sign of life for so long, while it has work, is not ready.
-_HEARTBEAT_TIMEOUT_S = 30.0
 
 
 class Service:
     """A model under a name. Opening it loads the sessions; `warm_up` makes it ready.
 
-    All methods are for one event loop; what takes long runs on threads.
+    All methods are for one event loop; what takes long runs on threads. An engine that shows no
+    sign of life for heartbeat_timeout_s, while it has work, makes the service not ready.
     Raises what `open_engine` does.
     """
 
-    def __init__(self, bundle: Bundle, config: EngineConfig, name: str | None = None) -> None:
-        require("onnxruntime", "cpu", "serving a model")
+    def __init__(
+        self,
+        bundle: Bundle,
+        config: EngineConfig,
+        name: str | None = None,
+        *,
+        heartbeat_timeout_s: float = 30.0,
+    ) -> None:
+        onnxruntime = require("onnxruntime", "cpu", "serving a model")
         from ortolan.runtime.engine.opening import open_engine
 
         self.name = name or bundle.path.resolve().name
@@ -41,10 +51,27 @@ class Service:
         self.sampling_defaults = sampling_defaults(bundle.path, self.manifest.model.vocab_size)
         self._prompts = Prompts(bundle, self.tokenizer)
         engine = open_engine(bundle, config, self.tokenizer)
+        self._run(engine, str(onnxruntime.__version__), heartbeat_timeout_s)
+
+    def _run(self, engine: Engine, onnxruntime: str, heartbeat_timeout_s: float) -> None:
         self.context = engine.context
         self._engine = AsyncEngine(engine)
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._warm = False
         self._draining = False
+        self.metrics = Metrics(
+            model=self.name,
+            provider=self.config.provider,
+            onnxruntime=onnxruntime,
+            stats=self.stats,
+            not_ready=lambda: self.not_ready,
+        )
+
+    def open_call(
+        self, protocol: Literal["http", "grpc"], request_id: str, headers: Mapping[str, str]
+    ) -> Call:
+        """A client's call, to which belongs what its task submits from now on."""
+        return Call(protocol, request_id, headers, model=self.name, metrics=self.metrics)
 
     def params(self, **given: Any) -> SamplingParams:
         """Settings that a request gives, over what the checkpoint says, over our defaults.
@@ -62,19 +89,34 @@ class Service:
         return await asyncio.to_thread(self._prompts.encode_chat, messages)
 
     async def submit(self, request: Request) -> AsyncStream:
-        """Queue a request, within its caller's limits and tenant.
+        """Queue a request of the current call, within its caller's limits and tenant.
 
-        Raises RequestError, OverloadedError, EngineError, AuthenticationError.
+        Raises RequestError, OverloadedError, EngineError, AuthenticationError, RateLimitError.
         """
-        if (caller := CALLER.get()) is not None:
-            return await caller.submit(request, self._engine.submit)
-        return await self._engine.submit(request)
+        call, caller = current_call(), CALLER.get()
+        if caller is None:
+            return await self._submit(call, request)
+        if call is not None:
+            call.tenant = caller.tenant
+        return await caller.submit(request, partial(self._submit, call))
+
+    async def _submit(self, call: Call | None, request: Request) -> AsyncStream:
+        stream = await self._engine.submit(request, partial(self._ended, call))
+        if call is not None:
+            call.submitted(request)
+        return stream
+
+    def _ended(self, call: Call | None, record: RequestRecord) -> None:
+        self.metrics.observe(record)
+        if call is not None:
+            call.ended(record)
 
     async def warm_up(self) -> None:
         """Run one request for a token, so that the first caller does not wait for first times."""
         token_id = self.tokenizer.bos_id or 0
         params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-        async for _ in await self.submit(Request([token_id, token_id], params)):
+        # Not by `submit`: first times are no caller's, and would spoil the histograms.
+        async for _ in await self._engine.submit(Request([token_id, token_id], params)):
             pass
         self._warm = True
 
@@ -87,7 +129,8 @@ class Service:
             return "the server is shutting down"
         if (broken := self.stats().broken) is not None:
             return f"the engine stopped working: {broken}"
-        if self._engine.busy and time.monotonic() - self._engine.heartbeat_s > _HEARTBEAT_TIMEOUT_S:
+        silent_s = time.monotonic() - self._engine.heartbeat_s
+        if self._engine.busy and silent_s > self._heartbeat_timeout_s:
             return "the engine does not move"
         return None
 

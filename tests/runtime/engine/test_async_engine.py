@@ -57,9 +57,9 @@ def slow_down(front: AsyncEngine, step_s: float = 0.01) -> None:
     """The mock would be through with an answer before its reader has had a turn."""
     decode = front._engine._decode.run
 
-    def slow() -> None:
+    def slow(*, beside_prompt: bool) -> None:
         time.sleep(step_s)
-        decode()
+        decode(beside_prompt=beside_prompt)
 
     front._engine._decode.run = slow  # type: ignore[method-assign]
 
