@@ -270,6 +270,8 @@ def _decoded(name: str, value: bytes) -> str:
 
 
 def _outputs(request: pb.ModelInferRequest, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    if len(request.outputs) > len(OUTPUTS):
+        raise RequestError(f"outputs has {len(request.outputs)} names; there are {len(OUTPUTS)}")
     names = {output.name: None for output in request.outputs} or dict.fromkeys(OUTPUTS)
     for output in request.outputs:
         if output.name not in OUTPUTS:

@@ -195,6 +195,7 @@ def _empty_parameter() -> pb.ModelInferRequest:
             "stream is true",
         ),
         (infer_request(outputs=["text"]), "outputs", "'text'"),
+        (infer_request(outputs=["text_output"] * 6), "outputs", "6 names"),
         (infer_request(priority=101), "priority", "101"),
         (infer_request(timeout=-1), "timeout", "out of range"),
         (infer_request(timeout="9" * 400), "timeout", "out of range"),
