@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from ortolan.errors import RequestError
 from ortolan.proto.ortolan.v1 import ortolan_pb2 as pb
 from ortolan.runtime.engine.engine import EngineStats
-from ortolan.runtime.params import PositionLogprobs, TokenEvent, TokenLogprob
+from ortolan.runtime.params import (
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    PositionLogprobs,
+    TokenEvent,
+    TokenLogprob,
+)
 
 # Fields of SamplingParams that have presence; their names are the runtime's own.
 _SCALARS = (
@@ -45,11 +52,12 @@ def sampling_fields(message: pb.SamplingParams) -> dict[str, Any]:
         name: getattr(message, name) for name in _SCALARS if message.HasField(name)
     }
     if message.logit_bias:
-        given["logit_bias"] = dict(message.logit_bias)
+        # One more than there may be is refused as any more would be, and sooner.
+        given["logit_bias"] = dict(islice(message.logit_bias.items(), MAX_LOGIT_BIASES + 1))
     if message.stop:
         given["stop"] = tuple(message.stop)
     if message.stop_token_ids:
-        given["stop_token_ids"] = tuple(message.stop_token_ids)
+        given["stop_token_ids"] = tuple(message.stop_token_ids[: MAX_STOP_TOKEN_IDS + 1])
     return given
 
 

@@ -26,6 +26,8 @@ OUTPUTS = {
     "num_cached_tokens": "UINT32",
 }
 
+# It goes into every response.
+MAX_ID_CHARACTERS = 1024
 # Longer than any list of settings is; parsing it takes a millisecond.
 _MAX_JSON_BYTES = 64 << 10
 
@@ -171,6 +173,10 @@ class InferCall:
 
 def read_call(request: pb.ModelInferRequest) -> InferCall:
     """Raises RequestError naming what is unknown, of another type, or said in two ways."""
+    if len(request.id) > MAX_ID_CHARACTERS:
+        raise RequestError(
+            f"id has {len(request.id)} characters; at most {MAX_ID_CHARACTERS} may be given"
+        )
     tensors = read_inputs(request, _KINDS)
     if PROMPT not in tensors:
         raise RequestError(f"{PROMPT} is missing; give it as a BYTES tensor of shape [1]")
@@ -184,8 +190,8 @@ def read_call(request: pb.ModelInferRequest) -> InferCall:
             "exclude_input_in_output is false, and stream is true; a stream never has the prompt"
         )
     timeout_us = settings.get("timeout", 0)
-    if timeout_us < 0:
-        raise RequestError(f"timeout is {timeout_us}; it must be 0 for none, or microseconds")
+    if not 0 <= timeout_us < 2**63:
+        raise RequestError("timeout is out of range; it must be microseconds, or 0 for none")
     return InferCall(
         prompt=prompt,
         sampling={name: settings[name] for name in _SAMPLING if name in settings},
@@ -264,6 +270,8 @@ def _decoded(name: str, value: bytes) -> str:
 
 
 def _outputs(request: pb.ModelInferRequest, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    if len(request.outputs) > len(OUTPUTS):
+        raise RequestError(f"outputs has {len(request.outputs)} names; there are {len(OUTPUTS)}")
     names = {output.name: None for output in request.outputs} or dict.fromkeys(OUTPUTS)
     for output in request.outputs:
         if output.name not in OUTPUTS:
@@ -301,6 +309,6 @@ def field_of(message: str) -> str:
     return _RUNTIMES.get(first, PROMPT)
 
 
-_OTHER_FIELDS = {"inputs", "outputs", "parameters", "raw_input_contents", "model_version"}
+_OTHER_FIELDS = {"id", "inputs", "outputs", "parameters", "raw_input_contents", "model_version"}
 # Names of the runtime's Request.
 _RUNTIMES = {"salt": "cache_salt", "timeout_s": "timeout"}

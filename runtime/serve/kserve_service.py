@@ -17,7 +17,13 @@ from ortolan.runtime.serve import kserve_call
 from ortolan.runtime.serve.grpc_errors import UnknownModelError
 from ortolan.runtime.serve.grpc_service import Calls, Context, answered, explained, time_left
 from ortolan.runtime.serve.kserve_answer import Answer
-from ortolan.runtime.serve.kserve_call import INPUTS, OUTPUTS, InferCall, read_call
+from ortolan.runtime.serve.kserve_call import (
+    INPUTS,
+    MAX_ID_CHARACTERS,
+    OUTPUTS,
+    InferCall,
+    read_call,
+)
 from ortolan.runtime.serve.kserve_tensors import shown
 
 NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
@@ -193,5 +199,5 @@ class KServeServicer(Calls, pb_grpc.GRPCInferenceServiceServicer):
 
     def _head(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
         return pb.ModelInferResponse(
-            model_name=self._service.name, model_version=VERSION, id=request.id
+            model_name=self._service.name, model_version=VERSION, id=request.id[:MAX_ID_CHARACTERS]
         )

@@ -117,11 +117,11 @@ def test_tokens_are_counted_in_and_out(new: New) -> None:
 )
 def test_caps_are_reached_and_not_passed(new: New, choices: int, tokens: int, fits: bool) -> None:
     waiting = queue(requests=3, tokens=20)
-    waiting.check_room(99, 999, 1.0)  # where nothing waits, any request may
+    waiting.check_room(0, 99, 999, 1.0)  # where nothing waits, any request may
     waiting.add(new(tokens=7))
     if fits:
-        waiting.check_room(choices, tokens, 3.0)
+        waiting.check_room(1, choices, tokens, 3.0)
     else:
         with pytest.raises(OverloadedError, match="try again in 3 s") as caught:
-            waiting.check_room(choices, tokens, 3.0)
+            waiting.check_room(1, choices, tokens, 3.0)
         assert caught.value.retry_after_s == 3.0

@@ -73,6 +73,15 @@ def asked(ids: list[int] | None = None, **sampling: Any) -> pb.GenerateRequest:
         (asked(logit_bias={50: 1}), "sampling.logit_bias", "end at 49"),
         (asked(logit_bias={5: 101}), "sampling.logit_bias", "100"),
         (asked(stop_token_ids=[2**32 - 1]), "sampling.stop_token_ids", "end at 49"),
+        (asked(stop_token_ids=[0] * 10**6), "sampling.stop_token_ids", "more than 1024"),
+        (asked(logit_bias=dict.fromkeys(range(5000), 1)), "sampling.logit_bias", "more than 4096"),
+        (
+            pb.GenerateRequest(
+                token_ids=pb.TokenIds(ids=PROMPT), options=pb.RequestOptions(cache_salt="x" * 1025)
+            ),
+            "options.cache_salt",
+            "more than 1024 characters",
+        ),
         (asked(stop=[""]), "sampling.stop", "non-empty"),
         (asked([]), "prompt", "empty"),
         (asked([50]), "prompt", "0 to 49"),

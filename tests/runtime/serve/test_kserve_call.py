@@ -195,8 +195,11 @@ def _empty_parameter() -> pb.ModelInferRequest:
             "stream is true",
         ),
         (infer_request(outputs=["text"]), "outputs", "'text'"),
+        (infer_request(outputs=["text_output"] * 6), "outputs", "6 names"),
         (infer_request(priority=101), "priority", "101"),
-        (infer_request(timeout=-1), "timeout", "-1"),
+        (infer_request(timeout=-1), "timeout", "out of range"),
+        (infer_request(timeout="9" * 400), "timeout", "out of range"),
+        (infer_request(temperature="9" * 400, request_id="x" * 1025), "id", "1025 characters"),
         (
             infer_request(("sampling_parameters", "BYTES", [1], [b"[]"])),
             "sampling_parameters",
