@@ -25,6 +25,11 @@ _HELP = {
     "model_name": ("NAME", "What the model is called in requests.  [default: BUNDLE's name]"),
     "grace": ("S", "Seconds that running requests have after a first signal."),
     "port_file": ("FILE", "Write the addresses to this file, as JSON, when ready."),
+    "tls_cert": ("FILE", "The certificate (chain), PEM: both servers speak TLS only."),
+    "tls_key": ("FILE", "Its private key, PEM."),
+    "tls_client_ca": ("FILE", "Clients must show a certificate of this authority, PEM."),
+    "api_keys_file": ("FILE", "Every call needs a key of this file, which is TOML."),
+    "open_paths": ("WORDS", "What needs no key, such as health,metrics; page is the chat page."),
     "provider": ("NAME", "The execution provider to run on."),
     "threads": ("N", "Threads to compute with.  [default: the cores that may be used]"),
     "cache_dir": ("FOLDER", "Where packed weights are kept.  [default: in the bundle]"),
@@ -39,11 +44,6 @@ _HELP = {
     "max_waiting_tokens": ("N", "Most prompt tokens that may wait."),
     "priority_patience": ("N", "How many may overtake a request that waits."),
     "accuracy": ("NAME", "default: int8 activations; exact: float32, slower."),
-    "tls_cert": ("FILE", "The certificate (chain), PEM: both servers speak TLS only."),
-    "tls_key": ("FILE", "Its private key, PEM."),
-    "tls_client_ca": ("FILE", "Clients must show a certificate of this authority, PEM."),
-    "api_keys_file": ("FILE", "Every call needs a key of this file, which is TOML."),
-    "open_paths": ("WORDS", "What needs no key, such as health,metrics; page is the chat page."),
 }
 
 
