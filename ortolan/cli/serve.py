@@ -29,6 +29,11 @@ _HELP = {
     "log_format": ("FORMAT", "Of the log on standard error: text or json."),
     "log_level": ("LEVEL", "debug, info (a line per request), warning or error."),
     "heartbeat_timeout": ("S", "Seconds that a step may take before the server is not ready."),
+    "tls_cert": ("FILE", "The certificate (chain), PEM: both servers speak TLS only."),
+    "tls_key": ("FILE", "Its private key, PEM."),
+    "tls_client_ca": ("FILE", "Clients must show a certificate of this authority, PEM."),
+    "api_keys_file": ("FILE", "Every call needs a key of this file, which is TOML."),
+    "open_paths": ("WORDS", "What needs no key, such as health,metrics; page is the chat page."),
     "provider": ("NAME", "The execution provider to run on."),
     "threads": ("N", "Threads to compute with.  [default: the cores that may be used]"),
     "cache_dir": ("FOLDER", "Where packed weights are kept.  [default: in the bundle]"),
@@ -43,11 +48,6 @@ _HELP = {
     "max_waiting_tokens": ("N", "Most prompt tokens that may wait."),
     "priority_patience": ("N", "How many may overtake a request that waits."),
     "accuracy": ("NAME", "default: int8 activations; exact: float32, slower."),
-    "tls_cert": ("FILE", "The certificate (chain), PEM: both servers speak TLS only."),
-    "tls_key": ("FILE", "Its private key, PEM."),
-    "tls_client_ca": ("FILE", "Clients must show a certificate of this authority, PEM."),
-    "api_keys_file": ("FILE", "Every call needs a key of this file, which is TOML."),
-    "open_paths": ("WORDS", "What needs no key, such as health,metrics; page is the chat page."),
 }
 
 

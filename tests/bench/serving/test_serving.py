@@ -202,7 +202,9 @@ def test_server_that_answers_nothing_is_said_after_the_warm_up() -> None:
     ("address", "message"),
     [
         ("127.0.0.1:8000", "must begin with"),
-        ("https://x:1", "must begin with"),
+        ("ftp://x:1", "must begin with"),
+        ("httpss://x:1", "must begin with"),
+        ("grpcs://host", "must name host and port"),
         ("grpc://host", "must name host and port"),
         ("http://", "must name host and port"),
         ("http://x:99999", "is no address"),
