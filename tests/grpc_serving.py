@@ -19,6 +19,7 @@ from mock_engine import CONFIG, END, MockModel, mock_engine
 
 from ortolan.client.aio import AsyncClient
 from ortolan.client.calls import RetryPolicy
+from ortolan.runtime.engine.async_engine import AsyncEngine
 from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.serve.grpc_server import GrpcServer
 from ortolan.runtime.serve.security import Security
@@ -82,8 +83,11 @@ class MockService(Service):
         self.tokenizer = NoTokenizer({"eos_token_id": END})
         self.sampling_defaults = {}
         self._prompts = Prompts(SimpleNamespace(path=Path()), self.tokenizer)  # type: ignore[arg-type]
-        self._run(engine, "0.0", heartbeat_timeout_s=30.0)
+        self.context = engine.context
+        self._engine = AsyncEngine(engine)
         self._warm = True
+        self._draining = False
+        self._watch("0.0", heartbeat_timeout_s=30.0)
 
     def hold(self) -> None:
         """From now on, decode steps wait for `gate.step()`."""

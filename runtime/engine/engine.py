@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,9 +30,9 @@ class EngineStats:
     """The engine at a moment. Counts are since its start, everything else is now.
 
     ended: stop, length, cancelled, timed out, failed -> choices that ended so.
+    broken: why the engine accepts nothing any more, None while it works.
     phase_seconds: prefill, decode (the model's calls), sample (to the readers' taking of events),
     other -> seconds that steps have spent so.
-    broken: why the engine accepts nothing any more, None while it works.
     """
 
     running: int
@@ -48,8 +48,8 @@ class EngineStats:
     prefix_query_tokens: int
     prefix_hit_tokens: int
     ended: dict[str, int]
-    phase_seconds: dict[str, float]
     broken: str | None
+    phase_seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Engine:
@@ -234,8 +234,8 @@ class Engine:
             prefix_query_tokens=prefix.counts.query_tokens if prefix else 0,
             prefix_hit_tokens=prefix.counts.hit_tokens if prefix else 0,
             ended=dict(scheduler.ended),
-            phase_seconds=self._phase_seconds,
             broken=scheduler.broken,
+            phase_seconds=self._phase_seconds,
         )
 
     def forget_prefixes(self) -> None:

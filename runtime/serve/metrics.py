@@ -130,8 +130,8 @@ class Metrics:
         phases = CounterMetricFamily(
             "ortolan_step_seconds", "Time that steps have spent, by phase.", labels=["phase"]
         )
-        for phase, seconds in stats.phase_seconds.items():
-            phases.add_metric([phase], seconds)
+        for phase in ("prefill", "decode", "sample", "other"):
+            phases.add_metric([phase], stats.phase_seconds.get(phase, 0.0))
         yield phases
         for own in (self._queue, self._ttft, self._token, self._total, self._calls):
             for metric in own.collect():

@@ -12,7 +12,7 @@ from ortolan.errors import EngineError
 from ortolan.optional import require
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.async_engine import AsyncEngine, AsyncStream
-from ortolan.runtime.engine.engine import Engine, EngineStats
+from ortolan.runtime.engine.engine import EngineStats
 from ortolan.runtime.engine.record import RequestRecord
 from ortolan.runtime.params import EngineConfig, Request, SamplingParams
 from ortolan.runtime.sampling_defaults import sampling_defaults
@@ -51,14 +51,14 @@ class Service:
         self.sampling_defaults = sampling_defaults(bundle.path, self.manifest.model.vocab_size)
         self._prompts = Prompts(bundle, self.tokenizer)
         engine = open_engine(bundle, config, self.tokenizer)
-        self._run(engine, str(onnxruntime.__version__), heartbeat_timeout_s)
-
-    def _run(self, engine: Engine, onnxruntime: str, heartbeat_timeout_s: float) -> None:
         self.context = engine.context
         self._engine = AsyncEngine(engine)
-        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._warm = False
         self._draining = False
+        self._watch(str(onnxruntime.__version__), heartbeat_timeout_s)
+
+    def _watch(self, onnxruntime: str, heartbeat_timeout_s: float) -> None:
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self.metrics = Metrics(
             model=self.name,
             provider=self.config.provider,
