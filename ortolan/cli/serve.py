@@ -25,6 +25,7 @@ _HELP = {
     "model_name": ("NAME", "What the model is called in requests.  [default: BUNDLE's name]"),
     "grace": ("S", "Seconds that running requests have after a first signal."),
     "port_file": ("FILE", "Write the addresses to this file, as JSON, when ready."),
+    "chat_page": ("on|off", "A page to chat with, at / over HTTP."),
     "provider": ("NAME", "The execution provider to run on."),
     "threads": ("N", "Threads to compute with.  [default: the cores that may be used]"),
     "cache_dir": ("FOLDER", "Where packed weights are kept.  [default: in the bundle]"),

@@ -28,6 +28,7 @@ class ServeConfig:
     model_name: what the model is called in requests; None: the bundle's folder's name.
     grace: seconds that running requests have to end after a first signal.
     port_file: a file to write the addresses to, as JSON, when requests are welcome.
+    chat_page: whether the HTTP server has a page to chat with at /.
     Raises UsageError naming the field.
     """
 
@@ -37,6 +38,7 @@ class ServeConfig:
     model_name: str | None = None
     grace: float = 30.0
     port_file: str | None = None
+    chat_page: Literal["on", "off"] = "on"
 
     def __post_init__(self) -> None:
         if not self.host:
