@@ -56,6 +56,9 @@ function openSettings(field) {
   field?.focus();
 }
 
+$("defaults").addEventListener("click", () => {
+  for (const input of [...inputs, $("system")]) input.value = input.defaultValue;
+});
 $("open-settings").addEventListener("click", () => openSettings());
 settings.addEventListener("click", (event) => {
   if (event.target === settings) settings.close(); // beside the panel
@@ -66,13 +69,6 @@ settings.addEventListener("close", () => {
 });
 
 // --- What is shown ---------------------------------------------------------------------------
-
-function element(tag, name, text = "") {
-  const made = document.createElement(tag);
-  if (name) made.className = name;
-  made.textContent = text;
-  return made;
-}
 
 /** Adds to the log; goes to the end if that was in sight, or `always`. */
 function add(item, always = false) {
@@ -100,36 +96,6 @@ function showProblem(problem) {
 
 function dropProblems() {
   for (const card of document.querySelectorAll(".problem")) card.remove();
-}
-
-/** A name and a number of what an answer took, as `figures` lists them. */
-function figure(name, value, label) {
-  const pair = element("div");
-  pair.dataset.figure = name;
-  pair.append(element("dt", "", label), element("dd", "", value));
-  return pair;
-}
-
-const count = new Intl.NumberFormat("en");
-const duration = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
-
-/** What an answer took, so far or in all. Before the usage comes, an event counts as a token. */
-function figures(taken) {
-  const { start, first, last, usage } = taken;
-  const tokens = usage ? usage.completion_tokens : taken.events;
-  const shown = [figure("tokens", count.format(tokens), tokens === 1 ? "token" : "tokens")];
-  if (tokens > 1 && last > first) {
-    const rate = ((tokens - 1) / (last - first)) * 1000;
-    shown.push(figure("rate", rate.toFixed(rate < 100 ? 1 : 0), "tokens/s"));
-  }
-  if (first) shown.push(figure("ttft", duration(first - start), "to the first"));
-  if (usage) {
-    shown.push(figure("prompt", count.format(usage.prompt_tokens), "in the prompt"));
-    const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    shown.push(figure("cached", count.format(cached), "of them cached"));
-  }
-  if (taken.end) shown.push(figure("end", "", taken.end));
-  return shown;
 }
 
 // --- Asking and answering --------------------------------------------------------------------
@@ -161,11 +127,12 @@ async function answer(question) {
   add(article, true);
   const taken = { start: performance.now(), first: 0, last: 0, events: 0, usage: null, end: "" };
   let text = "";
+  let shown = [];
   let drawing = 0;
   const draw = () => {
     drawing = 0;
     keepingEnd(() => {
-      show(body, text);
+      shown = show(body, text, shown);
       list.replaceChildren(...figures(taken));
     });
   };

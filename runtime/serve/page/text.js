@@ -29,24 +29,35 @@ function segments(text) {
   return found;
 }
 
-/** Makes `box` show `text`. It only grows, so that what is already right is left alone. */
-function show(box, text) {
+function element(tag, name, text = "") {
+  const made = document.createElement(tag);
+  if (name) made.className = name;
+  made.textContent = text;
+  return made;
+}
+
+/** A paragraph's text, with elements for what stands in single backticks. */
+function inline(text) {
+  // Split by a pattern with a group: what the group holds is at the odd places.
+  return text.split(/`([^`\n]+)`/).map((part, index) => (index % 2 ? element("code", "", part) : part));
+}
+
+/** Makes `box`, which shows the segments `before`, show those of `text`; returns these. */
+function show(box, text, before) {
   const wanted = segments(text);
   wanted.forEach((segment, index) => {
-    let element = box.children[index];
-    if (!element || (element.tagName === "PRE") !== segment.code) {
-      const made = document.createElement(segment.code ? "pre" : "p");
-      if (segment.code) {
-        made.tabIndex = 0; // so that a long line can be scrolled to by keyboard
-        made.append(document.createElement("code"));
-      }
-      if (element) element.replaceWith(made);
-      else box.append(made);
-      element = made;
+    if (JSON.stringify(segment) === JSON.stringify(before[index])) return;
+    const made = element(segment.code ? "pre" : "p");
+    if (segment.code) {
+      made.tabIndex = 0; // so that a long line can be scrolled by keyboard
+      made.setAttribute("aria-label", `Code ${segment.label}`.trim());
+      made.append(element("code", "", segment.text));
+    } else {
+      made.append(...inline(segment.text));
     }
-    const shown = segment.code ? element.firstChild : element;
-    if (shown.textContent !== segment.text) shown.textContent = segment.text;
-    if (segment.code) element.setAttribute("aria-label", `Code ${segment.label}`.trim());
+    if (box.children[index]) box.children[index].replaceWith(made);
+    else box.append(made);
   });
   while (box.children.length > wanted.length) box.lastChild.remove();
+  return wanted;
 }
