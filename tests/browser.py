@@ -38,7 +38,7 @@ def find_chromium() -> str | None:
 
 
 class Page:
-    """A tab. `complaints` has what the browser said of it: errors, exceptions, broken policies."""
+    """A tab."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser = browser
@@ -51,10 +51,13 @@ class Page:
 
     @property
     def complaints(self) -> list[str]:
+        """What the browser said of it: exceptions, broken policies; not an answer's status."""
         found = []
         for event in self._events():
-            if event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
-                found.append(event["params"]["entry"]["text"])
+            if event["method"] == "Log.entryAdded":
+                entry = event["params"]["entry"]
+                if entry["level"] == "error" and entry["source"] != "network":
+                    found.append(entry["text"])
             elif event["method"] == "Runtime.exceptionThrown":
                 found.append(json.dumps(event["params"]["exceptionDetails"]))
         return found
@@ -64,6 +67,11 @@ class Page:
         """Addresses of all that the page asked for."""
         sent = (one for one in self._events() if one["method"] == "Network.requestWillBeSent")
         return [event["params"]["request"]["url"] for event in sent]
+
+    def forget(self) -> None:
+        """From now on there has been nothing."""
+        self._events()
+        self._browser.events.clear()
 
     def _events(self) -> list[dict[str, Any]]:
         self.send("Runtime.evaluate", expression="0")  # what came before its answer has arrived
