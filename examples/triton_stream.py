@@ -17,7 +17,7 @@ responses = queue.Queue()
 with triton.InferenceServerClient(address) as client:
     client.start_stream(lambda result, error: responses.put((result, error)))
     client.async_stream_infer(
-        model, [prompt], parameters={"stream": True, "max_tokens": 48, "temperature": 0}
+        model, [prompt], parameters={"stream": True, "max_tokens": 16, "temperature": 0}
     )
     final = False
     while not final:
