@@ -34,6 +34,7 @@ _HELP = {
     "tls_client_ca": ("FILE", "Clients must show a certificate of this authority, PEM."),
     "api_keys_file": ("FILE", "Every call needs a key of this file, which is TOML."),
     "open_paths": ("WORDS", "What needs no key, such as health,metrics; page is the chat page."),
+    "chat_page": ("on|off", "A page to chat with, at / over HTTP."),
     "provider": ("NAME", "The execution provider to run on."),
     "threads": ("N", "Threads to compute with.  [default: the cores that may be used]"),
     "cache_dir": ("FOLDER", "Where packed weights are kept.  [default: in the bundle]"),

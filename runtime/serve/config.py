@@ -33,6 +33,7 @@ class ServeConfig:
     a key, but for what open_paths names: words of `security.OPEN_PATHS`, commas between.
     log_format, log_level: of the log on standard error.
     heartbeat_timeout: seconds that a step may take before the server calls itself not ready.
+    chat_page: whether the HTTP server has a page to chat with at /.
     Raises UsageError naming the field.
     """
 
@@ -50,6 +51,7 @@ class ServeConfig:
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     heartbeat_timeout: float = 30.0
+    chat_page: Literal["on", "off"] = "on"
 
     def __post_init__(self) -> None:
         if not self.host:

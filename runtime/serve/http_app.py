@@ -22,6 +22,7 @@ from ortolan.runtime.serve.http_endpoint import REQUEST_ID, Endpoint, Handler
 from ortolan.runtime.serve.http_errors import ApiError
 from ortolan.runtime.serve.http_generate import generating
 from ortolan.runtime.serve.http_openapi import docs, openapi
+from ortolan.runtime.serve.http_page import chat_page
 from ortolan.runtime.serve.http_requests import chat_call, completion_call
 from ortolan.runtime.serve.security import Security
 from ortolan.runtime.serve.service import Service
@@ -32,9 +33,16 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def create_app(
-    service: Service, limits: HttpLimits | None = None, security: Security | None = None
+    service: Service,
+    limits: HttpLimits | None = None,
+    security: Security | None = None,
+    *,
+    with_page: bool = True,
 ) -> ASGIApp:
-    """An application that serves one model. It neither warms the service up nor closes it."""
+    """An application that serves one model. It neither warms the service up nor closes it.
+
+    with_page: whether / is the chat page.
+    """
     endpoint = partial(Endpoint, service=service, limits=limits or HttpLimits())
 
     def route(path: str, handler: Handler, method: str = "GET") -> Route:
@@ -53,6 +61,8 @@ def create_app(
         route("/openapi.json", openapi),
         route("/docs", docs),
     ]
+    if with_page:
+        routes.append(route("/", chat_page))
     app = Starlette(routes=routes, exception_handlers={HTTPException: _routing_error})
     app.router.redirect_slashes = False
     return _as_calls(with_keys(app, security or Security()), service)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ortolan.errors import UsageError
 from ortolan.runtime.bundle import Bundle
-from ortolan.runtime.serve.config import Port, ServeConfig, Settings
+from ortolan.runtime.serve.config import ServeConfig, Settings
 from ortolan.runtime.serve.security import Security, open_security, reload_on_hangup
 from ortolan.runtime.serve.service import Service
 
@@ -127,18 +127,20 @@ async def _start(
         grpc_address = _address(config.host, await grpc_server.start())
         servers.append(grpc_server)
     if config.http_port != "off":
-        http_server = _http_server(service, config.host, config.http_port, security)
+        http_server = _http_server(service, config, security)
         http_address = _address(config.host, await http_server.start())
         servers.append(http_server)
     return Addresses(grpc_address, http_address)
 
 
-def _http_server(service: Service, host: str, port: Port, security: Security) -> Any:
+def _http_server(service: Service, config: ServeConfig, security: Security) -> Any:
     from importlib import import_module
 
-    app = import_module("ortolan.runtime.serve.http_app").create_app(service, security=security)
+    create_app = import_module("ortolan.runtime.serve.http_app").create_app
+    app = create_app(service, security=security, with_page=config.chat_page == "on")
     server = import_module("ortolan.runtime.serve.http_server").HttpServer
-    return server(app, host, port, tls=security.tls and security.tls.context)
+    context = security.tls and security.tls.context
+    return server(app, config.host, config.http_port, tls=context)
 
 
 def _address(host: str, port: int) -> str:

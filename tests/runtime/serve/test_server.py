@@ -130,7 +130,7 @@ class _Http:
 @pytest.fixture
 def http(monkeypatch: pytest.MonkeyPatch) -> type[_Http]:
     app, http_server = ModuleType("app"), ModuleType("server")
-    app.create_app = lambda service, security: ("app", service)  # type: ignore[attr-defined]
+    app.create_app = lambda service, **settings: ("app", service)  # type: ignore[attr-defined]
     http_server.HttpServer = _Http  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ortolan.runtime.serve.http_app", app)
     monkeypatch.setitem(sys.modules, "ortolan.runtime.serve.http_server", http_server)

@@ -276,7 +276,8 @@ def test_errors_never_echo_the_input(server: Live) -> None:
 def test_wrong_doors(server: Live) -> None:
     """Errors of routing have the shape of all others; clients read them the same way."""
     for method, path, status in [
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
+        ("POST", "/", 405),
         ("GET", "/v1/models/" + SECRET, 404),
         ("GET", COMPLETIONS, 405),
         ("POST", "/v1/models", 405),
