@@ -224,7 +224,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("running", "waiting", "kv_tokens", "kv_budget_tokens", "steps", "preemptions", "prompt_tokens", "completion_tokens", "prefix_blocks", "prefix_capacity_blocks", "prefix_query_tokens", "prefix_hit_tokens", "ended", "not_ready")
+    __slots__ = ("running", "waiting", "kv_tokens", "kv_budget_tokens", "steps", "preemptions", "prompt_tokens", "completion_tokens", "prefix_blocks", "prefix_capacity_blocks", "prefix_query_tokens", "prefix_hit_tokens", "ended", "not_ready", "phase_seconds")
     class EndedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +232,13 @@ class StatsResponse(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class PhaseSecondsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +253,7 @@ class StatsResponse(_message.Message):
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     NOT_READY_FIELD_NUMBER: _ClassVar[int]
+    PHASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     kv_tokens: int
@@ -260,4 +268,5 @@ class StatsResponse(_message.Message):
     prefix_hit_tokens: int
     ended: _containers.ScalarMap[str, int]
     not_ready: str
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., kv_budget_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., prefix_blocks: _Optional[int] = ..., prefix_capacity_blocks: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., ended: _Optional[_Mapping[str, int]] = ..., not_ready: _Optional[str] = ...) -> None: ...
+    phase_seconds: _containers.ScalarMap[str, float]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., kv_budget_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., prefix_blocks: _Optional[int] = ..., prefix_capacity_blocks: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., ended: _Optional[_Mapping[str, int]] = ..., not_ready: _Optional[str] = ..., phase_seconds: _Optional[_Mapping[str, float]] = ...) -> None: ...
