@@ -99,14 +99,14 @@ def questions_of(bundle: Path, count: int, context: int, seed: int) -> list[Ques
     """Short and long, greedy and not, one and two choices; half begin like others do."""
     rng = random.Random(seed)
     asked = [_random_question(rng, context) for _ in range(count)]
-    return _answered(bundle, context, asked)
+    return answered(bundle, context, asked)
 
 
 def long_questions_of(bundle: Path, count: int, context: int) -> list[Question]:
     """Answers of many bytes, for readers that do not keep up."""
     settings = {"max_tokens": context // 2, "temperature": 0, "ignore_eos": True, "logprobs": 5}
     asked = [([5 + number, 6, 7, 8], settings) for number in range(count)]
-    return _answered(bundle, context, asked)
+    return answered(bundle, context, asked)
 
 
 def _random_question(rng: random.Random, context: int) -> tuple[list[int], dict[str, Any]]:
@@ -127,7 +127,7 @@ def _random_question(rng: random.Random, context: int) -> tuple[list[int], dict[
     return prompt, settings
 
 
-def _answered(
+def answered(
     bundle: Path, context: int, asked: list[tuple[list[int], dict[str, Any]]]
 ) -> list[Question]:
     """Each by an engine that runs nothing else and keeps nothing."""
