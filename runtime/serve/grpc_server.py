@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ortolan.errors import UsageError
 from ortolan.proto.ortolan.v1 import ortolan_pb2_grpc
+from ortolan.runtime.serve.descriptors import GRPC_SHARE, most_connections
 from ortolan.runtime.serve.grpc_service import NAME, InferenceServicer
 from ortolan.runtime.serve.service import Service
 
@@ -49,6 +50,11 @@ _HEALTH_EVERY_S = 0.2
 _LAST_WORDS_S = 1.0
 
 
+def _connection_limit() -> tuple[str, int]:
+    """Connections past it are closed at once, so that clients see UNAVAILABLE and not silence."""
+    return "grpc.max_allowed_incoming_connections", most_connections(GRPC_SHARE)
+
+
 class GrpcServer:
     """Serves ortolan.v1, grpc.health.v1 and reflection on one port.
 
@@ -63,7 +69,7 @@ class GrpcServer:
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._servicer = InferenceServicer(service)
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(options=(*_OPTIONS, _connection_limit()))
         ortolan_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)

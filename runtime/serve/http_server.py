@@ -12,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ortolan.errors import EngineError, UsageError
+from ortolan.runtime.serve.descriptors import HTTP_SHARE, most_connections
 from ortolan.runtime.serve.http_protocol import GuardedProtocol
 
 _LAST_WORDS_S = 1.0
@@ -20,10 +21,12 @@ _LAST_WORDS_S = 1.0
 class HttpServer:
     """Serves an ASGI application at an address. For one event loop; start once, stop once.
 
-    max_connections: past it, connections are answered with 503 and closed.
+    max_connections: past it, connections are answered with 503 and closed; fewer where the
+    process may not open so many.
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int, max_connections: int = 1024) -> None:
+        max_connections = min(max_connections, most_connections(HTTP_SHARE))
         self._host = host
         self._port = port
         config = uvicorn.Config(
@@ -38,6 +41,8 @@ class HttpServer:
             limit_concurrency=max_connections + 1,  # uvicorn refuses the one that reaches it
             # Longer than clients keep idle connections, so that none closes under a request.
             timeout_keep_alive=75,
+            # Accepted in one go, before any of them can be refused: within the spare descriptors.
+            backlog=100,
         )
         self._config = config
         self._server = _Server(config)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ortolan.errors import UsageError
 from ortolan.runtime.bundle import Bundle
+from ortolan.runtime.serve import descriptors
 from ortolan.runtime.serve.config import Port, ServeConfig, Settings
 from ortolan.runtime.serve.service import Service
 
@@ -82,6 +83,7 @@ async def serve(
     """See `run`."""
     ending = _Ending()
     ending.listen()
+    descriptors.raise_limit()
     servers: list[Any] = []
     try:
         await service.warm_up()

@@ -1,4 +1,4 @@
-"""A model that fails, an engine that hangs, a clock that jumps, as seen by clients of both servers."""
+"""A model that fails, an engine that hangs, a clock that jumps, seen by clients of both servers."""
 
 from __future__ import annotations
 
