@@ -7,6 +7,7 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 _WHOLE = (0, 1, 2, 3, 7, 16, 64, 299, 300, 2**31 - 1, 2**32 - 1)
 _REAL = (0.0, -0.0, 1.0, 0.5, -1.0, 2.0, 1e-300, 1e300, float("nan"), float("inf"), float("-inf"))
@@ -24,21 +25,27 @@ _TEXTS = (
 )
 
 
-def random_message(rng: random.Random, kind: type[Message], depth: int = 0) -> Message:
-    """A valid message: any of its fields, with values at and around the edges."""
+def random_message(
+    rng: random.Random, kind: type[Message], depth: int = 0, skipped: float = 0.4
+) -> Message:
+    """A valid message: any of its fields, with values at and around the edges.
+
+    skipped: part of the fields that are left out; of those within others, few or nearly all.
+    """
+    within = rng.choice([0.4, 0.7, 0.95]) if depth == 0 else skipped
     message = kind()
     for field in kind.DESCRIPTOR.fields:
-        if depth > 4 or rng.random() < 0.45:
+        if depth > 4 or rng.random() < skipped:
             continue
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             _fill_map(rng, getattr(message, field.name), field)
         elif field.is_repeated:
-            values = [_value(rng, message, field, depth) for _ in range(rng.choice([0, 1, 2, 5]))]
+            values = [_value(rng, field, depth, within) for _ in range(rng.choice([0, 1, 2, 5]))]
             getattr(message, field.name).extend(values)
         elif field.message_type is not None:
-            getattr(message, field.name).CopyFrom(_value(rng, message, field, depth))
+            getattr(message, field.name).CopyFrom(_value(rng, field, depth, within))
         else:
-            setattr(message, field.name, _value(rng, message, field, depth))
+            setattr(message, field.name, _value(rng, field, depth, within))
     return message
 
 
@@ -65,12 +72,10 @@ def _fill_map(rng: random.Random, target: Any, field: FieldDescriptor) -> None:
         target[_scalar(rng, entry["key"])] = _scalar(rng, entry["value"])
 
 
-def _value(rng: random.Random, parent: Message, field: FieldDescriptor, depth: int) -> Any:
+def _value(rng: random.Random, field: FieldDescriptor, depth: int, skipped: float) -> Any:
     if field.message_type is None:
         return _scalar(rng, field)
-    from google.protobuf.message_factory import GetMessageClass
-
-    return random_message(rng, GetMessageClass(field.message_type), depth + 1)
+    return random_message(rng, GetMessageClass(field.message_type), depth + 1, skipped)
 
 
 def _scalar(rng: random.Random, field: FieldDescriptor) -> Any:
