@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from ortolan.errors import UsageError
 from ortolan.proto.ortolan.v1 import ortolan_pb2_grpc
 from ortolan.runtime.serve.descriptors import GRPC_SHARE, most_connections
-from ortolan.runtime.serve.grpc_decode import DecodingInterceptor
+from ortolan.runtime.serve.grpc_malformed import MalformedInterceptor
 from ortolan.runtime.serve.grpc_service import NAME, InferenceServicer
 from ortolan.runtime.serve.service import Service
 
@@ -71,7 +71,7 @@ class GrpcServer:
         self._servicer = InferenceServicer(service)
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
-            interceptors=(DecodingInterceptor(),), options=(*_OPTIONS, _connection_limit())
+            options=(*_OPTIONS, _connection_limit()), interceptors=[MalformedInterceptor()]
         )
         ortolan_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
