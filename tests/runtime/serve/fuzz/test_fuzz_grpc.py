@@ -15,20 +15,14 @@ import pytest
 from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from grpc_health.v1 import health_pb2  # noqa: F401  (puts it into the pool)
-from grpc_reflection.v1alpha import reflection_pb2  # noqa: F401  (the same)
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from random_messages import mutated, random_message
 from serve_process import Served
 
-from ortolan.proto.ortolan.v1 import ortolan_pb2  # noqa: F401  (the same)
+from ortolan.runtime.serve import grpc_server  # noqa: F401  (puts all its messages into the pool)
 
 CODE = grpc.StatusCode
 INTERNAL = {CODE.INTERNAL, CODE.UNKNOWN, CODE.DATA_LOSS, CODE.UNAVAILABLE}
-SERVICES = (
-    "ortolan.v1.InferenceService",
-    "grpc.health.v1.Health",
-    "grpc.reflection.v1alpha.ServerReflection",
-)
 SEED = 20_261
 AT_ONCE = 8
 LONGEST_S = 0.5  # of one call; watching health has no end of its own
@@ -44,16 +38,20 @@ class Method:
     server_streams: bool
 
 
-def methods() -> list[Method]:
+async def methods(channel: Any) -> list[Method]:
+    """All that reflection lists."""
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    (listed,) = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]
     return [
         Method(
-            f"/{service}/{method.name}",
+            f"/{service.name}/{method.name}",
             GetMessageClass(method.input_type),
             method.client_streaming,
             method.server_streaming,
         )
-        for service in SERVICES
-        for method in Default().FindServiceByName(service).methods
+        for service in listed.list_services_response.service
+        for method in Default().FindServiceByName(service.name).methods
     ]
 
 
@@ -89,12 +87,14 @@ async def fuzz(address: str, seconds: float) -> Counter[tuple[str, str]]:
     until, codes = time.monotonic() + seconds, Counter[tuple[str, str]]()
     numbers = itertools.count()
     async with grpc.aio.insecure_channel(address) as channel:
+        served = await methods(channel)
+        assert len(served) > 8
 
         async def client() -> None:
             while time.monotonic() < until:
                 number = next(numbers)
                 rng = random.Random(SEED + number)
-                method = rng.choice(methods())
+                method = rng.choice(served)
                 data = random_bytes(rng, method.asked)
                 code = await code_of(channel, method, data)
                 codes[method.path, code.name] += 1
@@ -116,4 +116,3 @@ def test_no_bytes_are_an_internal_error(fuzzed: Served, fuzz_seconds: float) -> 
     succeeded = {path for path, code in codes if code == "OK"}
     assert "/ortolan.v1.InferenceService/Generate" in succeeded, codes
     assert codes["/ortolan.v1.InferenceService/Generate", "INVALID_ARGUMENT"], codes
-    assert {path for path, _ in codes} == {method.path for method in methods()}
