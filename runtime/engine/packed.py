@@ -66,14 +66,20 @@ def packed_graphs(
             with contextlib.suppress(OSError):
                 _remove_abandoned(home)
             return _paths(home / key, graphs)
+    reasons = []
     for home in homes:
         try:
             _build(bundle, provider, accuracy, graphs, home, key)
         except (OSError, EngineError) as exc:
-            logger.warning("packed cache not written", extra={"folder": home, "reason": str(exc)})
+            reasons.append(str(exc))
             continue
         _prune(home, keep=key)
         return _paths(home / key, graphs)
+    logger.warning(
+        "the packed cache cannot be written, so loading takes longer and more memory; make room, "
+        "or name a folder with --cache-dir",
+        extra={"reasons": "; ".join(reasons)},
+    )
     return None
 
 

@@ -14,6 +14,7 @@ from ortolan.errors import UsageError
 from ortolan.proto.inference.v2 import grpc_predict_v2_pb2_grpc
 from ortolan.proto.ortolan.v1 import ortolan_pb2_grpc
 from ortolan.runtime.serve import kserve_service
+from ortolan.runtime.serve.descriptors import GRPC_SHARE, most_connections
 from ortolan.runtime.serve.grpc_auth import key_interceptors, server_credentials
 from ortolan.runtime.serve.grpc_calls import CallInterceptor
 from ortolan.runtime.serve.grpc_malformed import MalformedInterceptor
@@ -57,6 +58,11 @@ _HEALTH_EVERY_S = 0.2
 _LAST_WORDS_S = 1.0
 
 
+def _connection_limit() -> tuple[str, int]:
+    """Connections past it are closed at once, so that clients see UNAVAILABLE and not silence."""
+    return "grpc.max_allowed_incoming_connections", most_connections(GRPC_SHARE)
+
+
 class GrpcServer:
     """Serves ortolan.v1, KServe v2, grpc.health.v1 and reflection on one port.
 
@@ -82,7 +88,9 @@ class GrpcServer:
             *key_interceptors(self._security),
             MalformedInterceptor(),
         ]
-        self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
+        self._server = grpc.aio.server(
+            interceptors=interceptors, options=(*_OPTIONS, _connection_limit())
+        )
         ortolan_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, self._server)
         grpc_predict_v2_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
             self._kserve, self._server

@@ -26,6 +26,21 @@ _FLAG: Schema = {"type": "boolean"}
 _TEXT: Schema = {"type": "string"}
 _IDS: Schema = {"type": "array", "items": _whole(0)}
 _TEXTS: Schema = {"type": "array", "items": _TEXT}
+# For readers of the document; http_messages.py is what checks.
+_PART: Schema = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"type": "string", "enum": ["text"]}, "text": _TEXT},
+}
+_MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"type": "string", "enum": ["system", "developer", "user", "assistant"]},
+        "content": {"anyOf": [_TEXT, {"type": "array", "items": _PART}]},
+        "name": _TEXT,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +83,7 @@ COMMON = {
 }
 CHAT = {
     "messages": Field(
-        {"type": "array", "items": {"type": "object"}},
+        {"type": "array", "minItems": 1, "items": _MESSAGE},
         "objects with role (system, developer, user, assistant), content and perhaps name; "
         "content is text, a list of text parts or, of the assistant, null",
     ),

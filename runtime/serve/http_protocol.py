@@ -14,7 +14,7 @@ _STALL_TIMEOUT_S = 60.0
 
 class GuardedProtocol(HttpToolsProtocol):
     """Ends a connection whose request line and headers are too long or whose request does not
-    come to its end, and one that takes nothing of what was written.
+    come to its end, one that takes nothing of what was written, and one too many.
 
     A request that comes before the last one is answered is not read: that answer is the
     connection's last, and the client asks again. Queued, it would hide the client's leaving.
@@ -22,7 +22,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_bytes = 0
+        self._arrived_bytes = 0  # in pieces while the head was not complete
+        self._head_bytes = 0  # of the request line and headers that were parsed
         self._in_head = True
         self._deaf = False
         self._incoming: asyncio.TimerHandle | None = None
@@ -30,6 +31,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
+        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+            # At once, and not when it asks: those that never ask take descriptors too.
+            self._refuse(b"503 Service Unavailable", b"retry-after: 1\r\n")
+            return
         self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -40,18 +45,30 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._deaf or self.transport.is_closing():
             return
         if self._in_head:
-            self._head_bytes += len(data)
+            self._arrived_bytes += len(data)
             self._expect_request()
         super().data_received(data)
-        if self._in_head and self._head_bytes > _HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(b"431 Request Header Fields Too Large")
+        if self._in_head and self._arrived_bytes > _HEAD_BYTES:
+            self._refuse_head()
 
     def on_message_begin(self) -> None:
-        self._in_head = True
+        self._in_head, self._head_bytes = True, 0
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        self._head_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value) + len(": \r\n")
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
+        self._in_head, self._arrived_bytes = False, 0
+        if self._head_bytes > _HEAD_BYTES:  # it came in one piece, so only now is its size known
+            self._deaf = True
+            self._refuse_head()
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             self._deaf = True
             self.cycle.keep_alive = False
@@ -96,11 +113,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._incoming = None
         self._refuse(b"408 Request Timeout")
 
-    def _refuse(self, status: bytes) -> None:
+    def _refuse_head(self) -> None:
+        if not self.transport.is_closing():
+            self._refuse(b"431 Request Header Fields Too Large")
+
+    def _refuse(self, status: bytes, headers: bytes = b"") -> None:
         """Say why and end, unless an answer is on its way already."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(
-                b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+                b"HTTP/1.1 %s\r\n%scontent-length: 0\r\nconnection: close\r\n\r\n"
+                % (status, headers)
             )
         self.transport.close()
 

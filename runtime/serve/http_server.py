@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ortolan.errors import EngineError, UsageError
+from ortolan.runtime.serve.descriptors import HTTP_SHARE, most_connections
 from ortolan.runtime.serve.http_protocol import GuardedProtocol
 
 _LAST_WORDS_S = 1.0
@@ -21,8 +22,8 @@ _LAST_WORDS_S = 1.0
 class HttpServer:
     """Serves an ASGI application at an address. For one event loop; start once, stop once.
 
-    max_connections: past it, connections are answered with 503 and closed. tls: what HTTPS is
-    spoken with; None for HTTP.
+    max_connections: past it, connections are answered with 503 and closed; fewer where the
+    process may not open so many. tls: what HTTPS is spoken with; None for HTTP.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class HttpServer:
         max_connections: int = 1024,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        max_connections = min(max_connections, most_connections(HTTP_SHARE))
         self._host = host
         self._port = port
         config = uvicorn.Config(
@@ -48,6 +50,8 @@ class HttpServer:
             # Longer than clients keep idle connections, so that none closes under a request.
             timeout_keep_alive=75,
             ssl_context_factory=None if tls is None else lambda config, default: tls,
+            # Accepted in one go, before any of them can be refused: within the spare descriptors.
+            backlog=100,
         )
         self._config = config
         self._server = _Server(config)

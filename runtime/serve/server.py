@@ -15,6 +15,7 @@ from typing import Any
 
 from ortolan.errors import UsageError
 from ortolan.runtime.bundle import Bundle
+from ortolan.runtime.serve import descriptors
 from ortolan.runtime.serve.config import ServeConfig, Settings
 from ortolan.runtime.serve.security import Security, open_security, reload_on_hangup
 from ortolan.runtime.serve.service import Service
@@ -91,6 +92,7 @@ async def serve(
     ending = _Ending()
     ending.listen()
     stop_reloading = reload_on_hangup(security, say)
+    descriptors.raise_limit()
     servers: list[Any] = []
     try:
         await service.warm_up()

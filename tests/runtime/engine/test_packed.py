@@ -118,7 +118,7 @@ def test_no_place_to_write_is_no_reason_to_fail(
     """A full disk costs speed, not the answer."""
     (tmp_path / "file").write_text("")
     assert packed_graphs(bundle, provider, "default", str(tmp_path / "file" / "cache")) is None
-    assert "packed cache not written" in caplog.text
+    assert "the packed cache cannot be written" in caplog.text
 
 
 def test_failed_build_leaves_nothing(

@@ -275,11 +275,29 @@ def test_nonsense_is_answered_and_the_connection_closed(sent: bytes, status: byt
         assert read_all(client)[:12] == b"HTTP/1.1 " + status
 
 
+@pytest.mark.parametrize("size", [60_000, 70_000, 100_000, 200_000])
+@pytest.mark.parametrize("in_one_piece", [True, False])
+def test_head_that_is_too_long_is_refused_however_it_comes(size: int, in_one_piece: bool) -> None:
+    """A complete head was let through, whatever its size, where it came in one read; and a body
+    that comes with its head does not make that head long.
+    """
+    request = http_request(COMPLETIONS, {"prompt": "x"}, "X: " + "x" * size + "\r\n")
+    with scripted(DONE) as server, server.raw() as client:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            pieces = [request] if in_one_piece else [request[:100], request[100:]]
+            for piece in pieces:
+                client.sendall(piece)
+        assert client.recv(12) == b"HTTP/1.1 " + (b"431" if size > 1 << 16 else b"200")
+    body = {"prompt": "x" * size}
+    with scripted(DONE) as server, server.raw(http_request(COMPLETIONS, body)) as client:
+        assert client.recv(12) == b"HTTP/1.1 200"
+
+
 def test_connections_past_the_limit_are_turned_away() -> None:
     """Whoever opens many must not take the server's memory with them."""
     with scripted(DONE, max_connections=2) as server, server.raw(), server.raw() as second:
         wait_for_connections(server, 2)
-        with server.raw(http_request(COMPLETIONS, {"prompt": "x"})) as third:
+        with server.raw() as third:  # at once: one that asks nothing takes its place too
             assert read_all(third).startswith(b"HTTP/1.1 503")
         second.sendall(http_request(COMPLETIONS, {"prompt": "x"}))
         assert second.recv(12) == b"HTTP/1.1 200"
