@@ -28,6 +28,8 @@ class ServeConfig:
     model_name: what the model is called in requests; None: the bundle's folder's name.
     grace: seconds that running requests have to end after a first signal.
     port_file: a file to write the addresses to, as JSON, when requests are welcome.
+    drain_delay: seconds between not being ready and refusing new requests, before the grace: as
+    long as a load balancer may take to notice.
     Raises UsageError naming the field.
     """
 
@@ -37,6 +39,7 @@ class ServeConfig:
     model_name: str | None = None
     grace: float = 30.0
     port_file: str | None = None
+    drain_delay: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -51,6 +54,10 @@ class ServeConfig:
             raise UsageError(f"http_port is {self.http_port}, as is grpc_port; give two ports")
         if not 0 <= self.grace <= 86400:
             raise UsageError(f"grace is {self.grace:g}; it must be from 0 to 86400 seconds")
+        if not 0 <= self.drain_delay <= 3600:
+            raise UsageError(
+                f"drain_delay is {self.drain_delay:g}; it must be from 0 to 3600 seconds"
+            )
 
 
 @dataclass(frozen=True)
