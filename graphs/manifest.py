@@ -266,7 +266,7 @@ def _check_schema(path: Path, raw: object) -> None:
     if int(major) != SCHEMA_MAJOR:
         raise BundleError(
             f"{path}: schema {version} is not readable by this version, which reads "
-            f"{SCHEMA_MAJOR}.x; run: pip install --upgrade ortolan (or export the bundle again)"
+            f"{SCHEMA_MAJOR}.x; update Ortolan, or export the bundle again with this version"
         )
 
 

@@ -45,7 +45,7 @@ class MissingDependencyError(OrtolanError):
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
             f"{purpose} needs the package {package}, which is not installed; "
-            f"run: pip install 'ortolan[{extra}]'"
+            f"run in Ortolan's clone: pip install '.[{extra}]'"
         )
         self.package = package
         self.extra = extra

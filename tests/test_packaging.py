@@ -157,7 +157,7 @@ def test_required_package_that_is_missing_is_named_with_its_extra(
 ) -> None:
     """The reader learns what to type, not that a module has no attribute."""
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'ortolan\[cpu\]'") as caught:
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[cpu\]'") as caught:
         require("onnxruntime", "cpu", "running a model")
     assert (caught.value.package, caught.value.extra) == ("onnxruntime", "cpu")
 
@@ -200,7 +200,7 @@ def test_first_command_without_onnxruntime_names_the_extra(
     done = run_cli("generate", smollm2_bundle, "Hello", env=without("onnxruntime"), check=False)
     assert done.returncode == 1
     assert "onnxruntime" in done.stderr
-    assert "pip install 'ortolan[cpu]'" in done.stderr
+    assert "pip install '.[cpu]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -211,5 +211,5 @@ def test_export_without_its_packages_names_the_extra(
     missing = without("gguf", "onnx", "onnx_ir", "onnxscript")
     done = run_cli("export", smollm2_gguf, tmp_path / "bundle", env=missing, check=False)
     assert done.returncode == 1
-    assert "pip install 'ortolan[export]'" in done.stderr
+    assert "pip install '.[export]'" in done.stderr
     assert "Traceback" not in done.stderr

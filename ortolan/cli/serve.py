@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
@@ -35,7 +35,8 @@ _HELP = {
     "api_keys_file": ("FILE", "Every call needs a key of this file, which is TOML."),
     "open_paths": ("WORDS", "What needs no key, such as health,metrics; page is the chat page."),
     "chat_page": ("on|off", "A page to chat with, at / over HTTP."),
-    "provider": ("NAME", "The execution provider to run on."),
+    "drain_delay": ("S", "Seconds after a first signal until new requests are refused."),
+    "provider": ("NAME", "The execution provider to run on, such as cpu."),
     "threads": ("N", "Threads to compute with.  [default: the cores that may be used]"),
     "cache_dir": ("FOLDER", "Where packed weights are kept.  [default: in the bundle]"),
     "max_slots": ("N", "Answers that are made at once."),
@@ -62,11 +63,24 @@ class _Value(click.ParamType[Any]):
         return parsed(value, TYPES[self.name], option_name(self.name))
 
 
+def _metavar(name: str, metavar: str) -> str:
+    """With the words that the setting's type allows, as `[default|exact]` or `PORT|off`."""
+    kinds = get_args(TYPES[name]) if get_origin(TYPES[name]) is not Literal else (TYPES[name],)
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    if kinds == (TYPES[name],):
+        return f"[{'|'.join(words)}]"
+    return "|".join([metavar, *words])
+
+
 def _setting_options(command: Function) -> Function:
     for name, (metavar, text) in reversed(_HELP.items()):
         shown = "" if DEFAULTS[name] is None else f"  [default: {DEFAULTS[name]}]"
         command = click.option(
-            option_name(name), name, type=_Value(name), metavar=metavar, help=text + shown
+            option_name(name),
+            name,
+            type=_Value(name),
+            metavar=_metavar(name, metavar),
+            help=text + shown,
         )(command)
     return command
 
@@ -90,7 +104,7 @@ def serve(bundle: Path, config_file: Path | None, **flags: Any) -> None:
     authentication, without --tls-cert no encryption.
     """
     settings = gather(flags, os.environ, config_file)
-    _show(settings.listed)
+    _show(settings.listed, bundle)
 
     with logs_shown(settings.serve.log_format, settings.serve.log_level) as say:
         _serve(bundle, settings, say)
@@ -114,15 +128,29 @@ def _serve(bundle: Path, settings: Settings, say: Callable[[str], None]) -> None
     server.run(
         service,
         settings.serve,
-        on_ready=lambda addresses: _say_ready(
-            service.name, addresses, settings.serve.port_file, security.tls is not None
-        ),
+        on_listening=lambda addresses: _say_listening(addresses, security.tls is not None),
+        on_ready=lambda addresses: _say_ready(service, addresses, settings.serve.port_file),
         say=say,
     )
 
 
-def _show(settings: tuple[Setting, ...]) -> None:
-    rows = [(one.name, "" if one.value is None else str(one.value), one.origin) for one in settings]
+def _show(settings: tuple[Setting, ...], bundle: Path) -> None:
+    from ortolan.runtime.machine import usable_cores
+
+    # What settings without a value come to, as far as it is known before the model is loaded.
+    meant = {
+        "model_name": bundle.resolve().name,
+        "threads": str(usable_cores()),
+        "cache_dir": "in the bundle, or the user's cache folder",
+        "max_context": "the bundle's",
+        "gap_ms": "no bound",
+        "kv_tokens": "half of free memory",
+        "prefix_cache_mb": "a tenth of free memory",
+    }
+    rows = [
+        (one.name, meant.get(one.name, "none") if one.value is None else str(one.value), one.origin)
+        for one in settings
+    ]
     write_table(("setting", "value", "from"), rows)
 
 
@@ -132,16 +160,23 @@ def _check_port_file(port_file: str | None) -> None:
         raise UsageError(f"port_file {port_file}: its folder does not exist; make it first")
 
 
-def _say_ready(model: str, addresses: Any, port_file: str | None, tls: bool) -> None:
+def _say_listening(addresses: Any, tls: bool) -> None:
     """One line per server: these are a promise, as scripts read them."""
     if addresses.grpc is not None:
         write(f"gRPC: {addresses.grpc}\n")
     if addresses.http is not None:
         write(f"HTTP: {'https' if tls else 'http'}://{addresses.http}\n")
-    write(f"{model} is ready\n")
+
+
+def _say_ready(service: Any, addresses: Any, port_file: str | None) -> None:
+    """What open settings came to, and the line that scripts wait for; then the port file."""
+    from ortolan.runtime.serve.server import sizes
+
+    found = ", ".join(f"{name} {value}" for name, value in sizes(service).items())
+    write(f"in use: {found}\n{service.name} is ready\n")
     if port_file is not None:
         path = Path(port_file)
-        text = json.dumps({"model": model, "grpc": addresses.grpc, "http": addresses.http})
+        text = json.dumps({"model": service.name, "grpc": addresses.grpc, "http": addresses.http})
         # Whoever waits for the file must not find half of it.
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:

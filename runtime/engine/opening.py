@@ -29,7 +29,7 @@ def open_engine(
 ) -> Engine:
     """An engine on a bundle. Raises ProviderError, UsageError, EngineError, BundleError."""
     model_config = bundle.manifest.model
-    context = _context(config, model_config.max_context)
+    context = context_of(config, model_config.max_context)
     use_threads(config.threads)
     provider = find_provider(config.provider, ort)
     sessions = _open_sessions(bundle, provider, config)
@@ -72,7 +72,8 @@ def _open_sessions(bundle: Bundle, provider: Provider, config: EngineConfig) -> 
     return open_sessions(bundle, provider, config.accuracy, packed)
 
 
-def _context(config: EngineConfig, bundle_context: int) -> int:
+def context_of(config: EngineConfig, bundle_context: int) -> int:
+    """Tokens of a slot. Raises UsageError if the bundle does not allow what is asked for."""
     if config.max_context is None:
         return bundle_context
     if not 2 <= config.max_context <= bundle_context:

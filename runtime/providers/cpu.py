@@ -8,5 +8,5 @@ PROVIDER = Provider(
     name="cpu",
     ort_name="CPUExecutionProvider",
     capabilities=Capabilities(ragged_prefill=True, packs_weights=True),
-    remedy="pip install 'ortolan[cpu]'",
+    remedy="run in Ortolan's clone: pip install '.[cpu]'",
 )

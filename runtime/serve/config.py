@@ -34,6 +34,8 @@ class ServeConfig:
     log_format, log_level: of the log on standard error.
     heartbeat_timeout: seconds that a step may take before the server calls itself not ready.
     chat_page: whether the HTTP server has a page to chat with at /.
+    drain_delay: seconds between not being ready and refusing new requests, before the grace: as
+    long as a load balancer may take to notice.
     Raises UsageError naming the field.
     """
 
@@ -52,6 +54,7 @@ class ServeConfig:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     heartbeat_timeout: float = 30.0
     chat_page: Literal["on", "off"] = "on"
+    drain_delay: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -76,6 +79,10 @@ class ServeConfig:
             raise UsageError(
                 f"heartbeat_timeout is {self.heartbeat_timeout:g}; it must be from 2 to 86400 "
                 "seconds"
+            )
+        if not 0 <= self.drain_delay <= 3600:
+            raise UsageError(
+                f"drain_delay is {self.drain_delay:g}; it must be from 0 to 3600 seconds"
             )
 
 

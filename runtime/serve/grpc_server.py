@@ -108,7 +108,7 @@ class GrpcServer:
                 f"cannot listen on {self._address} for gRPC; choose a free port and an address of "
                 "this machine"
             ) from error
-        await self._publish_health()
+        await self.publish_health()
         await self._server.start()
         self._watching = asyncio.create_task(self._follow_health())
         return port
@@ -138,10 +138,11 @@ class GrpcServer:
 
     async def _follow_health(self) -> None:
         while True:
-            await self._publish_health()
+            await self.publish_health()
             await asyncio.sleep(_HEALTH_EVERY_S)
 
-    async def _publish_health(self) -> None:
+    async def publish_health(self) -> None:
+        """Tell whoever watches, now rather than soon."""
         statuses = health_pb2.HealthCheckResponse
         ready = self._service.not_ready is None
         for name in ("", *_NAMES):

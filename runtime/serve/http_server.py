@@ -72,6 +72,9 @@ class HttpServer:
                 raise EngineError("the HTTP server ended while it started")
         return port
 
+    async def publish_health(self) -> None:
+        """Nothing: over HTTP, health is asked for."""
+
     async def stop(self, grace_s: float) -> None:
         """Accept nothing new; answers may go on for `grace_s`, then their connections end."""
         if self._task is None:

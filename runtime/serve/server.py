@@ -1,4 +1,4 @@
-"""A server's life: open both ports, serve, drain, stop."""
+"""A server's life: open both ports, load the model, serve, drain, stop."""
 
 from __future__ import annotations
 
@@ -55,14 +55,34 @@ def check_ports(config: ServeConfig) -> None:
 
 
 def open_service(bundle: Bundle, settings: Settings) -> Service:
-    """Load the bundle. Raises what opening an engine does."""
+    """A service whose model is not loaded yet; `run` does that.
+
+    Raises what opening a tokenizer does, and UsageError for settings that the bundle refuses.
+    """
     serve = settings.serve
     return Service(
         bundle,
         settings.engine,
         serve.model_name,
         heartbeat_timeout_s=serve.heartbeat_timeout,
+        load=False,
     )
+
+
+def sizes(service: Service) -> dict[str, int]:
+    """What the loaded service uses, under the names of the settings that may leave it open."""
+    from ortolan.runtime.engine.kv_cache import bytes_per_token
+    from ortolan.runtime.engine.prefix_cache import BLOCK
+    from ortolan.runtime.engine.thread_pool import use_threads
+
+    stats = service.stats()
+    block_bytes = BLOCK * bytes_per_token(service.manifest.model)
+    return {
+        "threads": use_threads(None),
+        "max_context": service.context,
+        "kv_tokens": stats.kv_budget_tokens,
+        "prefix_cache_mb": stats.prefix_capacity_blocks * block_bytes // 2**20,
+    }
 
 
 def run(
@@ -71,13 +91,16 @@ def run(
     *,
     on_ready: Callable[[Addresses], None],
     say: Callable[[str], None],
+    on_listening: Callable[[Addresses], None] = lambda _: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return. A second signal ends the process.
+    """Listen, load the model, serve until SIGTERM or SIGINT, then drain and return.
 
-    on_ready: called once, when requests are welcome. say: a line for whoever runs the server.
-    Raises UsageError if an address cannot be had.
+    A second signal ends the process, as does the first one if the model is still being loaded.
+    on_listening: called once, when health can be asked for. on_ready: called once, when requests
+    are welcome. say: a line for whoever runs the server.
+    Raises UsageError if an address cannot be had, and what loading does.
     """
-    asyncio.run(serve(service, config, on_ready=on_ready, say=say))
+    asyncio.run(serve(service, config, on_ready=on_ready, say=say, on_listening=on_listening))
 
 
 async def serve(
@@ -86,6 +109,7 @@ async def serve(
     *,
     on_ready: Callable[[Addresses], None],
     say: Callable[[str], None],
+    on_listening: Callable[[Addresses], None] = lambda _: None,
 ) -> None:
     """See `run`."""
     security = open_security(config)
@@ -95,27 +119,71 @@ async def serve(
     descriptors.raise_limit()
     servers: list[Any] = []
     try:
-        await service.warm_up()
-        on_ready(await _start(service, config, servers, security))
+        addresses = await _start(service, config, servers, security)
+        on_listening(addresses)
+        if not await _loaded(service, ending):
+            say(f"{ending.name}: stopped while the model was loading")
+            await _stop(servers, 0.0)
+            # Nothing interrupts the thread that loads, and an orderly exit would wait for it.
+            os._exit(0)
+        await _publish_health(servers)
+        on_ready(addresses)
         await ending.first.wait()
-        running = service.stats().running + service.stats().waiting
-        say(
-            f"{ending.name}: no new requests; {running} running, which have {config.grace:g} s; "
-            "a second signal ends now"
-        )
-        deadline = time.monotonic() + config.grace
-        await service.drain(config.grace)
-        # The engine is done; what is left is for readers to read.
-        left_s = max(deadline - time.monotonic(), 0.0)
-        await asyncio.gather(*(server.stop(left_s) for server in servers))
-        servers.clear()
+        await _drain(service, config, servers, ending.name, say)
         say("stopped")
     finally:
-        for server in servers:
-            await server.stop(0.0)
+        await _stop(servers, 0.0)
         await service.close()
         stop_reloading()
         ending.ignore()
+
+
+async def _loaded(service: Service, ending: _Ending) -> bool:
+    """Whether the model is ready, rather than a signal the first to come."""
+    loading = asyncio.create_task(service.warm_up())
+    signalled = asyncio.create_task(ending.first.wait())
+    await asyncio.wait((loading, signalled), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        return False
+    signalled.cancel()
+    loading.result()
+    return True
+
+
+async def _drain(
+    service: Service,
+    config: ServeConfig,
+    servers: list[Any],
+    signal_name: str,
+    say: Callable[[str], None],
+) -> None:
+    """Not ready at once, no new work after the delay, no work at all after the grace."""
+    service.leave()
+    await _publish_health(servers)
+    if config.drain_delay > 0:
+        say(f"{signal_name}: not ready; new requests are taken for {config.drain_delay:g} s more")
+        await asyncio.sleep(config.drain_delay)
+    running = service.stats().running + service.stats().waiting
+    say(
+        f"{signal_name}: no new requests; {running} running, which have {config.grace:g} s; "
+        "a second signal ends now"
+    )
+    deadline = time.monotonic() + config.grace
+    await service.drain(config.grace)
+    # The engine is done; what is left is for readers to read.
+    await _stop(servers, max(deadline - time.monotonic(), 0.0))
+
+
+async def _publish_health(servers: list[Any]) -> None:
+    for server in servers:
+        await server.publish_health()
+
+
+async def _stop(servers: list[Any], grace_s: float) -> None:
+    """Stop all, and forget them."""
+    stopping = [server.stop(grace_s) for server in servers]
+    servers.clear()
+    await asyncio.gather(*stopping)
 
 
 async def _start(

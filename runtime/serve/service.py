@@ -18,18 +18,25 @@ from ortolan.runtime.params import EngineConfig, Request, SamplingParams
 from ortolan.runtime.sampling_defaults import sampling_defaults
 from ortolan.runtime.serve.callers import CALLER
 from ortolan.runtime.serve.calls import Call, current_call
+from ortolan.runtime.serve.loading import LOADING, LoadingEngine
 from ortolan.runtime.serve.metrics import Metrics
 from ortolan.runtime.text.no_tokenizer import open_tokenizer
 from ortolan.runtime.text.prompts import Messages, Prompt, Prompts
+
+_SHUTTING_DOWN = "the server is shutting down"
 
 
 class Service:
     """A model under a name. Opening it loads the sessions; `warm_up` makes it ready.
 
+    load: whether to load them now. Otherwise `warm_up` does; until then requests are refused, and
+    all that needs no engine is answered.
     All methods are for one event loop; what takes long runs on threads. An engine that shows no
     sign of life for heartbeat_timeout_s, while it has work, makes the service not ready.
     Raises what `open_engine` does.
     """
+
+    _leaving = False
 
     def __init__(
         self,
@@ -38,9 +45,10 @@ class Service:
         name: str | None = None,
         *,
         heartbeat_timeout_s: float = 30.0,
+        load: bool = True,
     ) -> None:
         onnxruntime = require("onnxruntime", "cpu", "serving a model")
-        from ortolan.runtime.engine.opening import open_engine
+        from ortolan.runtime.engine.opening import context_of
 
         self.name = name or bundle.path.resolve().name
         self.created_s = int(time.time())
@@ -50,12 +58,20 @@ class Service:
         self.tokenizer = open_tokenizer(bundle)
         self.sampling_defaults = sampling_defaults(bundle.path, self.manifest.model.vocab_size)
         self._prompts = Prompts(bundle, self.tokenizer)
-        engine = open_engine(bundle, config, self.tokenizer)
-        self.context = engine.context
-        self._engine = AsyncEngine(engine)
+        self.context = context_of(config, self.manifest.model.max_context)
+        self._engine: AsyncEngine | LoadingEngine = LoadingEngine()
         self._warm = False
         self._draining = False
         self._watch(str(onnxruntime.__version__), heartbeat_timeout_s)
+        if load:
+            self._load()
+
+    def _load(self) -> None:
+        from ortolan.runtime.engine.opening import open_engine
+
+        engine = open_engine(self.bundle, self.config, self.tokenizer)
+        self.context = engine.context  # less, where the KV budget is
+        self._engine = AsyncEngine(engine)
 
     def _watch(self, onnxruntime: str, heartbeat_timeout_s: float) -> None:
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -112,7 +128,13 @@ class Service:
             call.ended(record)
 
     async def warm_up(self) -> None:
-        """Run one request for a token, so that the first caller does not wait for first times."""
+        """Load the model if that is still to do, and run one request, so that the first caller
+        does not wait for first times.
+
+        Raises what `open_engine` does.
+        """
+        if isinstance(self._engine, LoadingEngine):
+            await asyncio.to_thread(self._load)
         token_id = self.tokenizer.bos_id or 0
         params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
         # Not by `submit`: first times are no caller's, and would spoil the histograms.
@@ -123,10 +145,15 @@ class Service:
     @property
     def not_ready(self) -> str | None:
         """Why requests should go elsewhere; None if they are welcome."""
+        return _SHUTTING_DOWN if self._leaving else self._refusal
+
+    @property
+    def _refusal(self) -> str | None:
+        """Why requests are refused; None if they are not."""
         if not self._warm:
-            return "the model is loading"
+            return LOADING
         if self._draining:
-            return "the server is shutting down"
+            return _SHUTTING_DOWN
         if (broken := self.stats().broken) is not None:
             return f"the engine stopped working: {broken}"
         silent_s = time.monotonic() - self._engine.heartbeat_s
@@ -135,13 +162,17 @@ class Service:
         return None
 
     def check_ready(self) -> None:
-        """Raises EngineError if the service is not ready."""
-        if (reason := self.not_ready) is not None:
+        """Raises EngineError if requests are refused."""
+        if (reason := self._refusal) is not None:
             raise EngineError(reason)
 
     def stats(self) -> EngineStats:
         """What the engine is doing and has done."""
         return self._engine.stats()
+
+    def leave(self) -> None:
+        """Not ready any more, so that no more requests are sent here; those that come still run."""
+        self._leaving = True
 
     async def drain(self, timeout_s: float) -> None:
         """No new requests; running ones finish, or end with an error when time is over."""

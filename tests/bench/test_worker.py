@@ -25,7 +25,7 @@ def test_service_lives_between_calls() -> None:
 
 def test_error_of_the_child_is_one_sentence_here() -> None:
     """Its traceback belongs to another process; the reader wants to know what to do."""
-    with pytest.raises(BenchError, match=r"pip install 'ortolan\[bench\]'"):
+    with pytest.raises(BenchError, match=r"pip install '\.\[bench\]'"):
         Worker(Service, -1)
     worker = Worker(Service, 1)
     with pytest.raises(UsageError, match="wrong option"):

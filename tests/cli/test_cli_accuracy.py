@@ -214,7 +214,7 @@ def test_without_onnxruntime_the_bundle_is_there_all_the_same(
     )
     done = run("export", source, tmp_path / "bundle", "--weights", "int8")
     assert done.exit_code == 0
-    assert "pip install 'ortolan[cpu]'" in done.stderr
+    assert "pip install '.[cpu]'" in done.stderr
     assert "onnxruntime" in str(Manifest.read(tmp_path / "bundle").no_report)
 
 

@@ -248,7 +248,7 @@ def test_missing_package_names_its_extra(
     monkeypatch.setitem(sys.modules, package, None)
     done = run("bench", bundle, *options)
     assert done.exit_code == 1
-    assert f"pip install 'ortolan[{extra}]'" in done.stderr
+    assert f"pip install '.[{extra}]'" in done.stderr
 
 
 def test_folder_that_is_no_bundle_is_refused(run: Run, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_bundle_that_cannot_be_opened(run: Run, tmp_path: Path, command: list[st
         (tmp_path / "missing", "ortolan export"),
         (file, "ortolan export"),
         (empty, "manifest.json"),
-        (newer, "pip install --upgrade"),
+        (newer, "update Ortolan"),
     ):
         done = run(*(part.format(folder) for part in command))
         assert_one_sentence(done, 1, str(folder), part)

@@ -168,7 +168,7 @@ def test_missing_package_leaves_the_rest(
     done = run("inspect", smollm2_bundle)
     assert done.exit_code == 0
     assert "past_key_values.0..29.key|value" in done.stdout
-    assert f"pip install 'ortolan[{extra}]'" in done.stderr
+    assert f"pip install '.[{extra}]'" in done.stderr
 
 
 def test_real_bundle_shows_what_fusion_did(run_cli: RunCli, smollm2_bundle: Path) -> None:

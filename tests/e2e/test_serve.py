@@ -166,7 +166,7 @@ def test_missing_package_is_named_with_its_extra(
     arguments = [*command, *([str(tiny_bundle)] if extra == "serve" else [])]
     done = run_cli(*arguments, env={"PYTHONPATH": str(tmp_path)}, check=False)
     assert done.returncode == 1
-    assert f"pip install 'ortolan[{extra}]'" in done.stderr
+    assert f"pip install '.[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

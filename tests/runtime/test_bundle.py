@@ -81,7 +81,7 @@ def test_truncated_weights_are_found_without_reading_them(bundle: Path) -> None:
 
 def test_newer_major_schema_is_refused_with_the_remedy(bundle: Path) -> None:
     change_manifest(bundle, lambda content: content.update(schema_version="2.0"))
-    with pytest.raises(BundleError, match=r"schema 2\.0 .*pip install --upgrade ortolan"):
+    with pytest.raises(BundleError, match=r"schema 2\.0 .*update Ortolan, or export"):
         Bundle.open(bundle)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import os
 import signal
 import socket
@@ -24,38 +26,72 @@ from ortolan.runtime.serve import server
 from ortolan.runtime.serve.config import ServeConfig
 
 PROGRAM = Path(__file__).with_name("serve_mock.py")
-Start = Callable[..., "tuple[subprocess.Popen[str], Client]"]
+BODY = {"prompt": PROMPT, "max_tokens": 80, "temperature": 0, "ignore_eos": True}
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's")
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts a server and a client of it. `step_s`: what a decode step takes."""
-    started: list[Any] = []
+class Running:
+    """A server in a process of its own, and clients of it."""
 
-    def run(*, grace: float, step_s: float = 0.02) -> tuple[subprocess.Popen[str], Client]:
+    def __init__(self, **settings: float) -> None:
         tests = str(Path(__file__).parents[2])
-        process = subprocess.Popen(
-            [sys.executable, "-P", PROGRAM, str(grace), str(step_s)],
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", PROGRAM, json.dumps(settings)],
             env={**os.environ, "PYTHONPATH": tests},
             stdout=subprocess.PIPE,
             text=True,
         )
-        started.append(process)
-        assert process.stdout is not None
-        client = Client(process.stdout.readline().strip(), retry=NO_RETRY)
-        started.append(client)
-        return process, client
+        addresses = json.loads(self.next_line())
+        self.client = Client(addresses["grpc"], retry=NO_RETRY)
+        host, _, port = addresses["http"].rpartition(":")
+        self._http = (host, int(port))
+        self._connections: list[http.client.HTTPConnection] = []
+
+    def next_line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def http(self, method: str, path: str, **fields: Any) -> http.client.HTTPResponse:
+        """An exchange on a connection of its own, whose body is still to be read."""
+        connection = http.client.HTTPConnection(*self._http, timeout=60)
+        self._connections.append(connection)
+        body = json.dumps({**BODY, **fields}) if method == "POST" else None
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        return connection.getresponse()
+
+    def stream(self) -> http.client.HTTPResponse:
+        """A streamed completion whose first event has come."""
+        response = self.http("POST", "/v1/completions", stream=True)
+        assert response.readline().startswith(b"data: {")
+        return response
+
+    def end(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self.client.close()
+        self.process.kill()
+        with self.process:
+            pass
+
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a server. `step_s`: what a decode step takes; `load_s`: what loading takes."""
+    started: list[Running] = []
+
+    def run(*, step_s: float = 0.02, load_s: float = 0.0, **config: float) -> Running:
+        started.append(running := Running(step_s=step_s, load_s=load_s, **config))
+        if not load_s:
+            assert running.next_line() == "ready"
+        return running
 
     yield run
     for one in started:
-        if isinstance(one, Client):
-            one.close()
-        else:
-            one.kill()
-            with one:
-                pass
+        one.end()
 
 
 @posix
@@ -63,49 +99,76 @@ def start() -> Iterator[Start]:
 def test_first_signal_lets_streams_end_and_turns_new_calls_away(
     start: Start, number: signal.Signals
 ) -> None:
-    """vllm#34730: a rolling update must not cost an answer."""
-    process, client = start(grace=60)
-    stream = client.stream(PROMPT, **LONG)
+    """vllm#34730: a rolling update must not cost an answer, over either protocol."""
+    running = start(grace=60)
+    stream, http_stream = running.client.stream(PROMPT, **LONG), running.stream()
     next(stream)
-    process.send_signal(number)
-    assert process.stdout is not None
-    assert number.name in process.stdout.readline()
-    assert client.stats().not_ready == "the server is shutting down"
+    running.process.send_signal(number)
+    assert number.name in running.next_line()
+    assert running.client.stats().not_ready == "the server is shutting down"
     with pytest.raises(EngineError, match="shutting down"):
-        client.generate(PROMPT, max_tokens=1)
-    events = list(stream)
-    assert events[-1].finish_reason == "length"
-    assert process.wait(60) == 0
+        running.client.generate(PROMPT, max_tokens=1)
+    assert running.http("GET", "/health/live").status == 200
+    assert running.http("GET", "/health/ready").status == 503
+    refused = running.http("POST", "/v1/completions")
+    assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
+    assert list(stream)[-1].finish_reason == "length"
+    events = http_stream.read()
+    assert b'"finish_reason":"length"' in events.replace(b" ", b"")
+    assert events.endswith(b"data: [DONE]\n\n")
+    assert running.process.wait(60) == 0
 
 
 @posix
 def test_streams_that_outlast_the_grace_end_with_an_error(start: Start) -> None:
     """A stream that is cut without a word looks like a network fault; and the exit is in order."""
-    process, client = start(grace=0.1, step_s=0.2)
-    stream = client.stream(PROMPT, **LONG)
+    running = start(grace=0.1, step_s=0.2)
+    stream, http_stream = running.client.stream(PROMPT, **LONG), running.stream()
     next(stream)
-    process.send_signal(signal.SIGTERM)
+    running.process.send_signal(signal.SIGTERM)
     with pytest.raises(EngineError, match="the engine was closed"):
         list(stream)
-    assert process.wait(60) == 0
+    *_, last = http_stream.read().strip().split(b"\n\n")
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "shutting_down"
+    assert running.process.wait(60) == 0
 
 
 @posix
 def test_second_signal_ends_the_process_at_once(start: Start) -> None:
     """Whoever presses Ctrl-C twice means it; a step that hangs must not hold the process."""
-    process, client = start(grace=3600, step_s=3600)
+    running = start(grace=3600, step_s=3600)
     # The step that hangs may be the first, so no event is waited for.
     with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(client.generate, PROMPT, n=2, **LONG)
-        while client.stats().running < 2 and not stream.done():
+        stream = pool.submit(running.client.generate, PROMPT, n=2, **LONG)
+        while running.client.stats().running < 2 and not stream.done():
             time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout is not None
-        assert "a second signal ends now" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 128 + signal.SIGINT
+        running.process.send_signal(signal.SIGTERM)
+        assert "a second signal ends now" in running.next_line()
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(60) == 128 + signal.SIGINT
         with pytest.raises(EngineError):
             stream.result(60)
+
+
+@posix
+def test_signal_while_the_model_loads_ends_the_process_in_order(start: Start) -> None:
+    """An orchestrator that changes its mind must not wait for a model, nor see a failure."""
+    running = start(load_s=3600)
+    assert running.http("GET", "/health/ready").status == 503
+    running.process.send_signal(signal.SIGTERM)
+    assert running.next_line() == "SIGTERM: stopped while the model was loading"
+    assert running.process.wait(60) == 0
+    assert running.next_line() == ""  # not "ready"
+
+
+@posix
+def test_second_signal_ends_the_delay_too(start: Start) -> None:
+    """The delay is for load balancers; who is in a hurry has none in front."""
+    running = start(drain_delay=3600)
+    running.process.send_signal(signal.SIGTERM)
+    assert "new requests are taken for 3600 s more" in running.next_line()
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 128 + signal.SIGTERM
 
 
 class _Http:
@@ -123,12 +186,15 @@ class _Http:
             raise UsageError("cannot listen")
         return 4321
 
+    async def publish_health(self) -> None:
+        pass
+
     async def stop(self, grace_s: float) -> None:
         self.stopped.append(grace_s)
 
 
 @pytest.fixture
-def http(monkeypatch: pytest.MonkeyPatch) -> type[_Http]:
+def fake_http(monkeypatch: pytest.MonkeyPatch) -> type[_Http]:
     app, http_server = ModuleType("app"), ModuleType("server")
     app.create_app = lambda service, **settings: ("app", service)  # type: ignore[attr-defined]
     http_server.HttpServer = _Http  # type: ignore[attr-defined]
@@ -138,7 +204,7 @@ def http(monkeypatch: pytest.MonkeyPatch) -> type[_Http]:
 
 
 @in_loop
-async def test_both_servers_start_warm_and_stop_together(http: type[_Http]) -> None:
+async def test_both_servers_start_warm_and_stop_together(fake_http: type[_Http]) -> None:
     """The one must not outlive the other, nor take requests before the model is warm."""
     service = MockService()
     service._warm = False
@@ -152,9 +218,9 @@ async def test_both_servers_start_warm_and_stop_together(http: type[_Http]) -> N
     said: list[str] = []
     config = ServeConfig(grpc_port=0, http_port=0, grace=5)
     await server.serve(service, config, on_ready=on_ready, say=said.append)
-    assert http.made is not None
-    assert http.made.app == ("app", service)
-    assert len(http.made.stopped) == 1
+    assert fake_http.made is not None
+    assert fake_http.made.app == ("app", service)
+    assert len(fake_http.made.stopped) == 1
     assert ready[0].http == "127.0.0.1:4321"
     assert (ready[0].grpc or "").startswith("127.0.0.1:")
     assert said[-1] == "stopped"
@@ -162,7 +228,9 @@ async def test_both_servers_start_warm_and_stop_together(http: type[_Http]) -> N
 
 
 @in_loop
-async def test_server_whose_second_port_fails_leaves_nothing_running(http: type[_Http]) -> None:
+async def test_server_whose_second_port_fails_leaves_nothing_running(
+    fake_http: type[_Http],
+) -> None:
     """Half a server is worse than none: it looks alive."""
     service = MockService()
     config = ServeConfig(grpc_port=0, http_port=1)
