@@ -203,7 +203,8 @@ def model_of(message: pb.Model) -> Model:
 def stats_of(message: pb.StatsResponse) -> Stats:
     """What Stats answers."""
     values = {field.name: getattr(message, field.name) for field in dataclasses.fields(Stats)}
-    return Stats(**{**values, "ended": dict(message.ended)})
+    maps = {"ended": dict(message.ended), "phase_seconds": dict(message.phase_seconds)}
+    return Stats(**{**values, **maps})
 
 
 def tokenize_request(prompt: str | Messages) -> pb.TokenizeRequest:

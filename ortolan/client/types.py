@@ -137,3 +137,4 @@ class Stats:
     prefix_hit_tokens: int
     ended: Mapping[str, int]
     not_ready: str
+    phase_seconds: Mapping[str, float]
