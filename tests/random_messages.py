@@ -38,7 +38,7 @@ def random_message(
         if depth > 4 or rng.random() < skipped:
             continue
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            _fill_map(rng, getattr(message, field.name), field)
+            _fill_map(rng, getattr(message, field.name), field, depth, within)
         elif field.is_repeated:
             values = [_value(rng, field, depth, within) for _ in range(rng.choice([0, 1, 2, 5]))]
             getattr(message, field.name).extend(values)
@@ -66,10 +66,16 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
     return bytes(made)
 
 
-def _fill_map(rng: random.Random, target: Any, field: FieldDescriptor) -> None:
+def _fill_map(
+    rng: random.Random, target: Any, field: FieldDescriptor, depth: int, skipped: float
+) -> None:
     entry = field.message_type.fields_by_name
     for _ in range(rng.choice([0, 1, 3])):
-        target[_scalar(rng, entry["key"])] = _scalar(rng, entry["value"])
+        key, value = _scalar(rng, entry["key"]), _value(rng, entry["value"], depth, skipped)
+        if entry["value"].message_type is None:
+            target[key] = value
+        else:
+            target[key].CopyFrom(value)
 
 
 def _value(rng: random.Random, field: FieldDescriptor, depth: int, skipped: float) -> Any:
