@@ -94,8 +94,12 @@ async def life(service: MockService, **config: Any) -> AsyncIterator[Life]:
     """A listening server on free ports, which has ended by itself at the end."""
     one = Life(service, ServeConfig(grpc_port=0, http_port=0, **config))
     assert await one.events.get() == "listening"
-    yield one
-    await one.task
+    try:
+        yield one
+        await one.task
+    finally:
+        one.task.cancel()  # a test that failed has not sent its signal
+        await asyncio.gather(one.task, return_exceptions=True)
 
 
 def generate(one: Life) -> Any:
