@@ -1,6 +1,6 @@
 """64 clients of both protocols at once, some of whom leave, dawdle or are killed.
 
-ORTOLAN_LOAD_SECONDS says how long; by default it takes less than two minutes with all around it.
+ORTOLAN_LOAD_SECONDS says how long; by default two minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc to measure with"),
 ]
 
-SECONDS = float(os.environ.get("ORTOLAN_LOAD_SECONDS", "60"))
+SECONDS = float(os.environ.get("ORTOLAN_LOAD_SECONDS", "120"))
 WARM_UP = 0.4  # of these, before the first look
 CONTEXT = 384
 PROCESSES, EACH_IN_PROCESS, EACH_HERE = 4, 2, 24  # 64 clients

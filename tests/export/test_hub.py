@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -156,8 +157,9 @@ def test_a_killed_download_fetches_no_whole_file_again(hub: FakeHub, tmp_path: P
 def wait_for_file(home: Path, name: str) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        if any(home.rglob(f"snapshots/*/{name}")):
-            return
+        with suppress(FileNotFoundError):  # a folder of the download's went while it was looked at
+            if any(home.rglob(f"snapshots/*/{name}")):
+                return
         time.sleep(0.02)
     pytest.fail(f"{name} did not arrive")
 

@@ -238,6 +238,20 @@ async def test_every_grpc_method_is_closed_without_a_key(
 
 
 @in_loop
+async def test_strangers_names_of_methods_are_no_labels(keys_file: Path) -> None:
+    """Whoever needs no key to be refused could otherwise mint series until the server is full."""
+    service = MockService()
+    async with (
+        serving(service, secured(keys_file)) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        assert await call(channel, "/evil.Service/Method", None) is grpc.StatusCode.UNAUTHENTICATED
+        shown, _ = service.metrics.exposition("")
+    assert b'route="other",status="UNAUTHENTICATED"' in shown
+    assert b"evil" not in shown
+
+
+@in_loop
 async def test_grpc_refuses_before_a_message_is_read(keys_file: Path) -> None:
     """Strangers get their answer while their message is still to come; they fill no memory."""
 

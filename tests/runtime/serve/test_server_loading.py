@@ -105,7 +105,7 @@ async def life(service: MockService, **config: Any) -> AsyncIterator[Life]:
 def generate(one: Life) -> Any:
     async def call() -> Any:
         async with AsyncClient(one.addresses.grpc, retry=NO_RETRY) as client:
-            return await client.generate(PROMPT, max_tokens=1)
+            return await client.generate(PROMPT, max_tokens=1, ignore_eos=True)
 
     return call()
 
