@@ -32,7 +32,7 @@ from ortolan.proto.ortolan.v1.ortolan_pb2_grpc import InferenceServiceStub
 pytestmark = pytest.mark.slow
 
 CONTEXT = 8192
-NOT_PACKED = "warning: the packed cache cannot be written"
+NOT_PACKED = "the packed cache cannot be written"
 
 
 @pytest.fixture(scope="module")
