@@ -16,12 +16,14 @@ import pytest
 
 START_S = 120.0
 ORTOLAN = ("-P", "-m", "ortolan")
+FREE_PORTS = ("--grpc-port", "0", "--http-port", "0")
 
 
 class Served:
     """A server that is ready. Use it as a context manager: it is killed at the end.
 
-    folder: for its ports and its output. program: what Python runs before `serve`. more: of
+    folder: for its ports and its output. program: what Python runs before `serve`. ports: options.
+    wait: until it is ready; otherwise `wait_ready` is still to be called. more: of
     subprocess.Popen.
     """
 
@@ -29,41 +31,26 @@ class Served:
         self,
         bundle: Path,
         folder: Path,
-        *options: str,
+        *options: str | Path,
         program: Sequence[str | Path] = ORTOLAN,
+        ports: Sequence[str] = FREE_PORTS,
         env: Mapping[str, str] | None = None,
-        **more: Any,
-    ) -> None:
-        self.begin(bundle, folder, *options, program=program, env=env, **more)
-        self.wait_ready()
-
-    @classmethod
-    def begun(cls, bundle: Path, folder: Path, *options: str, **more: Any) -> Served:
-        """One that may not be ready yet; see `wait_ready`."""
-        made = cls.__new__(cls)
-        made.begin(bundle, folder, *options, **more)
-        return made
-
-    def begin(
-        self,
-        bundle: Path,
-        folder: Path,
-        *options: str,
-        program: Sequence[str | Path] = ORTOLAN,
-        env: Mapping[str, str] | None = None,
+        wait: bool = True,
         **more: Any,
     ) -> None:
         self.port_file, self._said = folder / "ports.json", folder / "said.txt"
-        ports = ("--grpc-port", "0", "--http-port", "0", "--port-file", self.port_file)
+        command = [*program, "serve", bundle, *ports, "--port-file", self.port_file, *options]
         with self._said.open("w") as said:
             self.process = subprocess.Popen(
-                [sys.executable, *program, "serve", bundle, *ports, *options],
+                [sys.executable, *command],
                 cwd=folder,
                 env={**os.environ, **(env or {})},
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 **more,
             )
+        if wait:
+            self.wait_ready()
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + START_S
@@ -72,8 +59,17 @@ class Served:
                 self.process.kill()
                 pytest.fail(f"the server does not start: {self.said}")
             time.sleep(0.02)
-        addresses = json.loads(self.port_file.read_text())
-        self.grpc, self.http = str(addresses["grpc"]), str(addresses["http"])
+        self.addresses: dict[str, Any] = json.loads(self.port_file.read_text())
+
+    @property
+    def grpc(self) -> str:
+        """Its address, host:port."""
+        return str(self.addresses["grpc"])
+
+    @property
+    def http(self) -> str:
+        """The same."""
+        return str(self.addresses["http"])
 
     @property
     def said(self) -> str:

@@ -145,6 +145,15 @@ def write_tiny_gguf(
     return path
 
 
+def export_long(folder: Path, context: int) -> Path:
+    """A Q4_1 checkpoint whose answers may be long, exported with default options to folder/tiny."""
+    from ortolan.export.exporter import ExportOptions, export_bundle
+
+    gguf_file = write_tiny_gguf(folder / "tiny.gguf", types="Q4_1", shape=Shape(context=context))
+    export_bundle(str(gguf_file), folder / "tiny", ExportOptions())
+    return folder / "tiny"
+
+
 def add_setting(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     """Write a key-value pair under the type that converters use; None writes nothing."""
     if value is None:

@@ -39,14 +39,9 @@ NOT_PACKED = "the packed cache cannot be written"
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose answers may take many seconds. Nothing is packed in it yet."""
     pytest.importorskip("gguf")
-    from tiny_llama import Shape, write_tiny_gguf
+    from tiny_llama import export_long
 
-    from ortolan.export.exporter import ExportOptions, export_bundle
-
-    folder = tmp_path_factory.mktemp("long")
-    gguf = write_tiny_gguf(folder / "tiny.gguf", types="Q4_1", shape=Shape(context=CONTEXT))
-    export_bundle(str(gguf), folder / "tiny", ExportOptions())
-    return folder / "tiny"
+    return export_long(tmp_path_factory.mktemp("long"), CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +166,7 @@ def test_packed_cache_that_cannot_be_written_is_done_without(
     assert not list((tmp_path / "cache").rglob("*.building-*"))
     with Served(copy, folder(), env=cache) as served:
         ask_both(served, question)
-        assert "warning" not in served.said
+        assert "WARNING" not in served.said
     assert [path for path in files_of(copy) if path.endswith("sizes.json")]
 
 
@@ -211,13 +206,13 @@ def test_two_servers_may_start_on_one_bundle_at_once(
     copy = tmp_path / "tiny"
     shutil.copytree(bundle, copy, ignore=shutil.ignore_patterns(PACKED_NAME))
     with ExitStack() as stack:
-        servers = [stack.enter_context(Served.begun(copy, folder())) for _ in range(2)]
+        servers = [stack.enter_context(Served(copy, folder(), wait=False)) for _ in range(2)]
         for served in servers:
             served.wait_ready()
         for served in servers:
             ask_both(served, question)
             assert served.stop() == 0
-            assert "warning" not in served.said
+            assert "WARNING" not in served.said
     assert not list(copy.rglob("*.building-*"))
     assert len(list((copy / PACKED_NAME).iterdir())) == 1
 
@@ -240,7 +235,7 @@ def test_read_only_bundle_is_served_and_left_alone(
         with Served(copy, folder(), env={"XDG_CACHE_HOME": str(cache)}) as served:
             ask_both(served, question)
             assert served.stop() == 0
-            assert "warning" not in served.said
+            assert "WARNING" not in served.said
         assert files_of(copy) == before
     assert len(list(cache.rglob("sizes.json"))) == 1
 

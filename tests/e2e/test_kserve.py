@@ -15,6 +15,8 @@ import pytest
 
 pytest.importorskip("grpc")
 
+from serve_process import Served
+
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.llm import LLM
 from ortolan.runtime.params import EngineConfig, SamplingParams
@@ -51,19 +53,10 @@ def triton_python(root: Path) -> Path:
 @pytest.fixture(scope="module")
 def address(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`ortolan serve` in a process of its own."""
-    ports = tmp_path_factory.mktemp("kserve") / "ports.json"
-    command = [
-        *(sys.executable, "-P", "-m", "ortolan", "serve", tiny_bundle, "--model-name", "my-model"),
-        *("--grpc-port", "0", "--http-port", "off", "--port-file", ports),
-    ]
-    with subprocess.Popen(command, cwd=ports.parent, stdout=subprocess.DEVNULL) as server:
-        deadline = time.monotonic() + 120
-        while not ports.exists() and server.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        try:
-            yield str(json.loads(ports.read_text())["grpc"])
-        finally:
-            server.kill()
+    folder = tmp_path_factory.mktemp("kserve")
+    options = ("--http-port", "off", "--model-name", "my-model")
+    with Served(tiny_bundle, folder, *options) as server:
+        yield server.grpc
 
 
 @pytest.fixture(scope="module")

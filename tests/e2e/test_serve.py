@@ -4,60 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("grpc")
 
+from serve_process import Served, wait_until
+
+from ortolan.graphs.manifest import PACKED_NAME
+
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
-
-
-class Served:
-    """A server in a process of its own."""
-
-    def __init__(self, bundle: Path, folder: Path, *options: str) -> None:
-        self.port_file = folder / "ports.json"
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "ortolan", "serve", bundle, *options),
-                *("--grpc-port", "0", "--port-file", self.port_file),
-            ],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        deadline = time.monotonic() + 120
-        while not self.port_file.exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.process.kill()
-                pytest.fail(self.process.communicate()[0])
-            time.sleep(0.02)
-        self.addresses: dict[str, Any] = json.loads(self.port_file.read_text())
-
-    def stop(self) -> str:
-        """All that it said, after a clean end."""
-        self.process.send_signal(signal.SIGTERM)
-        said = self.process.communicate(timeout=60)[0]
-        assert self.process.returncode == 0, said
-        return said
 
 
 @pytest.fixture(scope="module")
 def served(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
-    server = Served(tiny_bundle, folder, "--http-port", "off", "--model-name", "small")
-    yield server
-    server.process.kill()
-    with server.process:
-        pass
+    options = ("--http-port", "off", "--model-name", "small")
+    with Served(tiny_bundle, folder, *options) as server:
+        yield server
 
 
 def test_server_says_where_it_listens_and_where_settings_come_from(
@@ -67,8 +35,10 @@ def test_server_says_where_it_listens_and_where_settings_come_from(
     monkeypatch.setenv("ORTOLAN_SERVE_MAX_SLOTS", "3")
     config = tmp_path / "serve.toml"
     config.write_text('http_port = "off"\nmax_waiting = 9\n')
-    server = Served(tiny_bundle, tmp_path, "--config", str(config))
-    said = server.stop()
+    ports = ("--grpc-port", "0")
+    with Served(tiny_bundle, tmp_path, "--config", config, ports=ports) as server:
+        assert server.stop() == 0
+    said = server.said
     assert f"\ngRPC: {server.addresses['grpc']}\n" in said
     assert "\ntiny is ready\n" in said
     rows = {tuple(line.split()) for line in said.splitlines()}
@@ -181,20 +151,25 @@ def test_every_setting_has_an_option() -> None:
 @pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's")
 def test_server_that_is_still_loading_ends_by_a_signal(tmp_path: Path, tiny_bundle: Path) -> None:
     """An orchestrator that changes its mind must not wait for a model to load."""
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-P", "-m", "ortolan", "serve", tiny_bundle),
-            *("--grpc-port", "0", "--http-port", "off"),
-        ],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert process.stdout is not None
-    process.stdout.readline()  # the table of settings: the signal's handler is there
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode in (0, 128 + signal.SIGTERM)
+    with Served(tiny_bundle, tmp_path, "--http-port", "off", wait=False) as server:
+        wait_until(lambda: "\ngRPC: " in server.said, "it listens")
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("file", ["weights.bin", "decode.onnx"])
+def test_damaged_bundle_never_becomes_ready(tmp_path: Path, tiny_bundle: Path, file: str) -> None:
+    """It fails while it loads, when ports already listen: one sentence, and not the word."""
+    copy = tmp_path / "tiny"
+    shutil.copytree(tiny_bundle, copy, ignore=shutil.ignore_patterns(PACKED_NAME))
+    data = bytearray((copy / file).read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    (copy / file).write_bytes(data)
+    with Served(copy, tmp_path, wait=False) as server:
+        assert server.process.wait(60) == 1
+    assert f"error: {copy / file}: " in server.said.splitlines()[-1]
+    assert "is ready" not in server.said
+    assert "Traceback" not in server.said
+    assert not server.port_file.exists()
 
 
 def test_port_file_without_a_folder_is_found_before_loading(

@@ -6,11 +6,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,59 +15,30 @@ pytest.importorskip("grpc")
 pytest.importorskip("starlette")
 
 from certificates import Certificates
+from serve_process import Served, wait_until
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 KEY, OTHER = "alice-key-of-many-signs", "bob-key-of-as-many-signs"
 
 
-class Secured:
-    """A server on the tiny bundle in a process of its own, its addresses and its clients' files."""
+class Secured(Served):
+    """A server on the tiny bundle with a file of keys, and what its clients' environment holds."""
 
     def __init__(self, bundle: Path, folder: Path, certificates: Certificates) -> None:
         self.keys = folder / "keys.toml"
         self.keys.write_text(f'[alice]\nkey = "{KEY}"\n')
-        ports = folder / "ports.json"
-        self.log = folder / "log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "ortolan", "serve", bundle),
-                    *("--grpc-port", "0", "--http-port", "0", "--port-file", ports),
-                    *("--tls-cert", certificates["server.pem"]),
-                    *("--tls-key", certificates["server.key"], "--api-keys-file", self.keys),
-                ],
-                cwd=folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        deadline = time.monotonic() + 120
-        while not ports.exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.process.kill()
-                pytest.fail(self.log.read_text())
-            time.sleep(0.02)
-        found: dict[str, Any] = json.loads(ports.read_text())
-        self.grpc, self.http = found["grpc"], found["http"]
-        self.env = {"ORTOLAN_TLS_CA": certificates["ca.pem"], "ORTOLAN_API_KEY": KEY}
-
-    def wait_said(self, text: str) -> None:
-        """Returns when the log has it."""
-        deadline = time.monotonic() + 60
-        while text not in self.log.read_text():
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.01)
+        pair = ("--tls-cert", certificates["server.pem"], "--tls-key", certificates["server.key"])
+        super().__init__(bundle, folder, *pair, "--api-keys-file", self.keys)
+        self.client_env = {"ORTOLAN_TLS_CA": certificates["ca.pem"], "ORTOLAN_API_KEY": KEY}
 
 
 @pytest.fixture(scope="module")
 def secured(
     tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[Secured]:
-    server = Secured(tiny_bundle, tmp_path_factory.mktemp("secured"), certificates)
-    yield server
-    server.process.kill()
-    with server.process:
-        pass
+    with Secured(tiny_bundle, tmp_path_factory.mktemp("secured"), certificates) as server:
+        yield server
 
 
 def test_client_takes_key_and_authority_from_its_environment(
@@ -78,12 +46,12 @@ def test_client_takes_key_and_authority_from_its_environment(
 ) -> None:
     """In an argument, every user of the machine could read the key."""
     ask = ("client", "generate", "the fox", "--max-tokens", "5", "--address", secured.grpc)
-    assert run_cli(*ask, env=secured.env).stdout
-    without = run_cli(*ask, env={**secured.env, "ORTOLAN_API_KEY": None}, check=False)
+    assert run_cli(*ask, env=secured.client_env).stdout
+    without = run_cli(*ask, env={**secured.client_env, "ORTOLAN_API_KEY": None}, check=False)
     assert without.returncode == 1
     assert len(without.stderr.splitlines()) == 1
     assert "wants a key" in without.stderr
-    given = ("--api-key", KEY, "--tls-ca", secured.env["ORTOLAN_TLS_CA"])
+    given = ("--api-key", KEY, "--tls-ca", secured.client_env["ORTOLAN_TLS_CA"])
     assert run_cli("client", "stats", "--address", secured.grpc, *given).stdout
 
 
@@ -94,9 +62,9 @@ def test_bench_measures_a_secured_server(secured: Secured, run_cli: RunCli, sche
     load = ("--requests", "2", "--clients", "2", "--output-tokens", "2", "--repeat", "1")
     words = ("--prompt-words", "2", "--output", "json")
     measure = ("bench", "--serve", address, *load, *words)
-    (row,) = json.loads(run_cli(*measure, env=secured.env).stdout)["results"]
+    (row,) = json.loads(run_cli(*measure, env=secured.client_env).stdout)["results"]
     assert (row["requests"], row["completed"]) == (2, 2)
-    stranger = run_cli(*measure, env={**secured.env, "ORTOLAN_API_KEY": "none"}, check=False)
+    stranger = run_cli(*measure, env={**secured.client_env, "ORTOLAN_API_KEY": "none"}, check=False)
     assert stranger.returncode == 1
     assert "not known here" in stranger.stderr
 
@@ -108,18 +76,19 @@ def test_hangup_exchanges_keys_while_the_server_runs(secured: Secured, run_cli: 
     ask = ("client", "models", "--address", secured.grpc)
     secured.keys.write_text(before.replace(KEY, OTHER))
     secured.process.send_signal(signal.SIGHUP)
-    secured.wait_said("SIGHUP: the file of keys was read again")
-    assert "not known here" in run_cli(*ask, env=secured.env, check=False).stderr
-    assert run_cli(*ask, env={**secured.env, "ORTOLAN_API_KEY": OTHER}).stdout
+    reread = "SIGHUP: the file of keys was read again"
+    wait_until(lambda: reread in secured.said, reread)
+    assert "not known here" in run_cli(*ask, env=secured.client_env, check=False).stderr
+    assert run_cli(*ask, env={**secured.client_env, "ORTOLAN_API_KEY": OTHER}).stdout
     secured.keys.write_text(before)
     secured.process.send_signal(signal.SIGHUP)
-    while run_cli(*ask, env=secured.env, check=False).returncode:
+    while run_cli(*ask, env=secured.client_env, check=False).returncode:
         assert secured.process.poll() is None
 
 
 def test_server_says_its_addresses_and_no_key(secured: Secured) -> None:
     """Scripts read the lines, and everybody the log."""
-    said = secured.log.read_text()
+    said = secured.said
     assert f"HTTP: https://{secured.http}\n" in said
     assert f"gRPC: {secured.grpc}\n" in said
     assert KEY not in said

@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,8 @@ import pytest
 
 pytest.importorskip("grpc")
 pytest.importorskip("starlette")
+
+from serve_process import Served
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -30,30 +30,9 @@ def addresses(
 ) -> Iterator[dict[str, Any]]:
     """A served demo model: its name, and host:port of both servers."""
     folder = tmp_path_factory.mktemp("served")
-    port_file, log = folder / "ports.json", folder / "log"
-    with log.open("w") as said:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "ortolan", "serve", smollm2_bundle),
-                *("--grpc-port", "0", "--http-port", "0", "--port-file", port_file),
-                *("--model-name", "demo"),
-            ],
-            cwd=folder,
-            stdout=said,
-            stderr=said,
-        )
-    try:
-        deadline = time.monotonic() + 120
-        while not port_file.exists():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        yield json.loads(port_file.read_text())
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, log.read_text()
-    finally:
-        process.kill()
-        process.wait()
+    with Served(smollm2_bundle, folder, "--model-name", "demo") as server:
+        yield server.addresses
+        assert server.stop() == 0, server.said
 
 
 def run(command: Sequence[str | Path]) -> str:

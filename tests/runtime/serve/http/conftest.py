@@ -23,14 +23,9 @@ CONTEXT = 2048
 def served_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, so answers mean nothing and rarely end by themselves."""
     pytest.importorskip("gguf")
-    from tiny_llama import Shape, write_tiny_gguf
+    from tiny_llama import export_long
 
-    from ortolan.export.exporter import ExportOptions, export_bundle
-
-    folder = tmp_path_factory.mktemp("served")
-    gguf = write_tiny_gguf(folder / "tiny.gguf", types="Q4_1", shape=Shape(context=CONTEXT))
-    export_bundle(str(gguf), folder / "tiny", ExportOptions())
-    return folder / "tiny"
+    return export_long(tmp_path_factory.mktemp("served"), CONTEXT)
 
 
 @pytest.fixture(scope="session")
