@@ -27,12 +27,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
+def _with_port(ctx: click.Context, param: click.Parameter, address: str) -> str:
+    # gRPC would take port 443, and say that nobody answers there.
+    if ":" not in address:
+        raise click.BadParameter(f"{address!r} has no port; give HOST:PORT, as {DEFAULT_ADDRESS}")
+    return address
+
+
 def _address_options(command: Function) -> Function:
     address = click.option(
         "--address",
         metavar="HOST:PORT",
         default=DEFAULT_ADDRESS,
         show_default=True,
+        callback=_with_port,
         help="The server's gRPC address.",
     )
     timeout = click.option(

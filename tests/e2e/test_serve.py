@@ -100,6 +100,14 @@ def test_client_without_a_server_says_so(run_cli: RunCli) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_address_without_a_port_is_refused(run_cli: RunCli) -> None:
+    """gRPC would ask port 443, and whoever typed it would look for a fault of the server."""
+    done = run_cli("client", "stats", "--address", "localhost", check=False)
+    assert done.returncode == 2
+    assert "'localhost' has no port; give HOST:PORT, as 127.0.0.1:50051" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_port_in_use_is_told_by_name(served: Served, run_cli: RunCli, tiny_bundle: Path) -> None:
     port = served.addresses["grpc"].rpartition(":")[2]
     done = run_cli("serve", tiny_bundle, "--grpc-port", port, "--http-port", "off", check=False)
