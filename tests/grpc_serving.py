@@ -86,7 +86,7 @@ class MockService(Service):
         self.context = engine.context
         self._engine = AsyncEngine(engine)
         self._warm = True
-        self._draining = False
+        self._leaving = self._draining = False
         self._watch("0.0", heartbeat_timeout_s=30.0)
 
     def hold(self) -> None:

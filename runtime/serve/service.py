@@ -36,8 +36,6 @@ class Service:
     Raises what `open_engine` does.
     """
 
-    _leaving = False
-
     def __init__(
         self,
         bundle: Bundle,
@@ -60,8 +58,7 @@ class Service:
         self._prompts = Prompts(bundle, self.tokenizer)
         self.context = context_of(config, self.manifest.model.max_context)
         self._engine: AsyncEngine | LoadingEngine = LoadingEngine()
-        self._warm = False
-        self._draining = False
+        self._warm = self._leaving = self._draining = False
         self._watch(str(onnxruntime.__version__), heartbeat_timeout_s)
         if load:
             self._load()
