@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime as ort
 
 from ortolan.errors import EngineError
 from ortolan.graphs.manifest import ModelConfig
@@ -61,6 +62,10 @@ class KvCache:
         """Slots first to first + count of a layer's keys (part 0) or values (part 1), in place."""
         rows: npt.NDArray[np.float32] = self.array[layer * 2 + part, first : first + count]
         return rows
+
+    def value(self, layer: int, part: int, first: int, count: int) -> ort.OrtValue:
+        """The same as ONNX Runtime binds it: the cache's own memory, which must outlive it."""
+        return ort.OrtValue.ortvalue_from_numpy(self.rows(layer, part, first, count))
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` of one slot to another."""

@@ -39,7 +39,8 @@ class _Binding:
         """Past and present of those slots: one buffer, written in place."""
         for layer in range(config.num_layers):
             for part, name in enumerate(c.PARTS):
-                value = self._value(cache.rows(layer, part, first, rows))
+                value = cache.value(layer, part, first, rows)
+                self._kept.append(value)
                 self._binding.bind_ortvalue_input(c.past_name(layer, name), value)
                 self._binding.bind_ortvalue_output(c.present_name(layer, name), value)
 
