@@ -115,7 +115,7 @@ def _loaded(entry: metadata.EntryPoint) -> Provider:
     origin = f" of {entry.dist.name} {entry.dist.version}" if entry.dist is not None else ""
     try:
         provider = entry.load()
-    except Exception as exc:  # noqa: BLE001  (whatever somebody else's module raises)
+    except Exception as exc:
         raise ProviderError(
             f"provider {entry.name}{origin} cannot be loaded from {entry.value}: "
             f"{type(exc).__name__}: {exc}; update or remove that distribution"

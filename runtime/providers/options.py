@@ -89,15 +89,15 @@ def _hint(name: str, known: Mapping[str, Option]) -> str:
     return f"it takes {', '.join(known)}"
 
 
-def options_from_text(text: str, where: str) -> dict[str, str]:
-    """Options from `KEY=VALUE`, several of them parted by semicolons.
+def option_from_text(text: str, where: str) -> tuple[str, str]:
+    """Name and value from `KEY=VALUE`. Raises UsageError that begins with `where`."""
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not (equals and name and value):
+        raise UsageError(f"{where} is {text!r}; it must be KEY=VALUE, such as device_id=1")
+    return name, value
 
-    Raises UsageError that begins with `where`.
-    """
-    options = {}
-    for part in filter(None, (part.strip() for part in text.split(";"))):
-        name, equals, value = part.partition("=")
-        if not (equals and name.strip() and value.strip()):
-            raise UsageError(f"{where} is {part!r}; it must be KEY=VALUE, such as device_id=1")
-        options[name.strip()] = value.strip()
-    return options
+
+def options_from_text(text: str, where: str) -> dict[str, str]:
+    """The same of several, parted by semicolons, as a variable of the environment holds them."""
+    parts = (part.strip() for part in text.split(";"))
+    return dict(option_from_text(part, where) for part in parts if part)

@@ -8,13 +8,18 @@ that none of our graphs would load.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ortolan.errors import ProviderError
+from ortolan.runtime.providers.base import Provider
 from ortolan.runtime.providers.graph_bytes import GraphNode, graph_nodes
+
+logger = logging.getLogger(__name__)
 
 # Session config, from ONNX Runtime 1.24 on: remember what was assigned to whom.
 RECORD_ENTRY = ("session.record_ep_graph_assignment_info", "1")
@@ -68,18 +73,36 @@ def left_to_cpu(placed: Sequence[Placed], ort_name: str) -> dict[str, int]:
     return {} if on_cpu is None else on_cpu.operators(compute=True)
 
 
-def check_strict(graph: str, name: str, fallen: dict[str, int] | None, version: str) -> None:
-    """Raises ProviderError if compute of that graph was left to the CPU, or nobody knows."""
-    if fallen is None:
+def check_placement(
+    path: Path, session: Any, model: bytes, provider: Provider, version: str
+) -> None:
+    """Log a warning if the session leaves compute of that graph to the CPU.
+
+    Where the provider is strict, raises ProviderError instead, and also if nobody can tell.
+    version: onnxruntime's.
+    """
+    if provider.ort_name == CPU:
+        return
+    placed = placement_of(session, model, provider.ort_name)
+    if placed is None:
+        if provider.strict:
+            raise ProviderError(
+                "--strict needs onnxruntime 1.24 or later, which says where nodes landed; this is "
+                f"{version}"
+            )
+        return
+    fallen = left_to_cpu(placed, provider.ort_name)
+    if not fallen:
+        return
+    if provider.strict:
         raise ProviderError(
-            f"--strict needs onnxruntime 1.24 or later, which says where nodes landed; this is "
-            f"{version}"
+            f"{path}: {provider.name} leaves {sum(fallen.values())} compute nodes to the CPU "
+            f"({summed(fallen)}), which --strict refuses; see: ortolan inspect BUNDLE --placement"
         )
-    if fallen:
-        raise ProviderError(
-            f"{graph}: {name} leaves {sum(fallen.values())} compute nodes to the CPU "
-            f"({summed(fallen)}), which --strict refuses; see ortolan providers BUNDLE"
-        )
+    logger.warning(
+        "the provider leaves compute nodes to the CPU",
+        extra={"provider": provider.name, "graph": path.name, "operators": summed(fallen)},
+    )
 
 
 def summed(operators: dict[str, int]) -> str:

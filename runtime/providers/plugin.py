@@ -16,7 +16,6 @@ from typing import Any
 
 from ortolan.errors import ProviderError
 from ortolan.runtime.providers.base import Capabilities, Provider
-from ortolan.runtime.providers.options import checked_options
 
 _SUFFIXES = (".so", ".dll", ".dylib")
 
