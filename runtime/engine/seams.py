@@ -7,9 +7,10 @@ from typing import Protocol
 
 from ortolan.errors import EngineError
 from ortolan.graphs.manifest import ModelConfig
+from ortolan.runtime.engine.device_logits import Logits
 from ortolan.runtime.engine.kv_cache import KvCache
 from ortolan.runtime.engine.sampler import Sampled
-from ortolan.runtime.engine.sampler_row import FloatArray, SamplerRow
+from ortolan.runtime.engine.sampler_row import SamplerRow
 
 
 class ModelSeam(Protocol):
@@ -26,9 +27,7 @@ class ModelSeam(Protocol):
     @property
     def ragged(self) -> bool: ...
 
-    def decode(
-        self, first: int, token_ids: Sequence[int], lengths: Sequence[int]
-    ) -> FloatArray: ...
+    def decode(self, first: int, token_ids: Sequence[int], lengths: Sequence[int]) -> Logits: ...
 
     def prefill(
         self,
@@ -36,16 +35,16 @@ class ModelSeam(Protocol):
         token_ids: Sequence[Sequence[int]],
         lengths: Sequence[int],
         logits_index: Sequence[Sequence[int]],
-    ) -> FloatArray: ...
+    ) -> Logits: ...
 
 
 class SamplerSeam(Protocol):
     """Logits to tokens; see engine/sampler.py."""
 
     def sample(
-        self, logits: FloatArray, rows: Sequence[SamplerRow]
+        self, logits: Logits, rows: Sequence[SamplerRow]
     ) -> Sequence[Sampled | EngineError]: ...
 
-    def score(
-        self, logits: FloatArray, token_ids: Sequence[int], count: int
-    ) -> Sequence[Sampled]: ...
+    def finite(self, logits: Logits) -> bool: ...
+
+    def score(self, logits: Logits, token_ids: Sequence[int], count: int) -> Sequence[Sampled]: ...

@@ -89,6 +89,11 @@ def open_packed_graph(path: Path, provider: Provider) -> ort.InferenceSession:
     return _open(path, str(path), options, provider)
 
 
+def open_tiny_graph(graph: bytes, provider: Provider) -> ort.InferenceSession:
+    """A session on one of our own graphs of a node or two (see engine/tiny_graphs.py)."""
+    return _open(Path("a graph of Ortolan's"), graph, session_options({}), provider)
+
+
 def _open(
     path: Path, model: bytes | str, options: ort.SessionOptions, provider: Provider
 ) -> ort.InferenceSession:
