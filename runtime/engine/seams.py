@@ -8,9 +8,19 @@ from typing import Protocol
 from ortolan.errors import EngineError
 from ortolan.graphs.manifest import ModelConfig
 from ortolan.runtime.engine.device_logits import Logits
-from ortolan.runtime.engine.kv_cache import KvCache
 from ortolan.runtime.engine.sampler import Sampled
 from ortolan.runtime.engine.sampler_row import SamplerRow
+
+
+class KvSeam(Protocol):
+    """Slots that hold the keys and values of so many tokens each; see engine/kv_cache.py."""
+
+    slots: int
+    capacity: int
+
+    def copy(self, source: int, target: int, tokens: int) -> None: ...
+
+    def discard(self, slot: int, tokens: int, start: int = 0) -> None: ...
 
 
 class ModelSeam(Protocol):
@@ -21,8 +31,10 @@ class ModelSeam(Protocol):
     """
 
     config: ModelConfig
-    cache: KvCache
     min_rows: int
+
+    @property
+    def cache(self) -> KvSeam: ...
 
     @property
     def ragged(self) -> bool: ...

@@ -7,11 +7,10 @@ with a warning; nothing here compares with other providers (that is `ortolan ver
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import numpy as np
 
-from ortolan.runtime.engine.device_logits import Logits, on_host
+from ortolan.runtime.engine.device_logits import FloatArray, on_host
 from ortolan.runtime.engine.device_model import BatchDeviceModel, DeviceModel
 
 logger = logging.getLogger(__name__)
@@ -67,13 +66,13 @@ def _ids(model: DeviceModel, count: int) -> list[int]:
     return [7 * (place + 1) % model.config.vocab_size for place in range(count)]
 
 
-def _read(model: DeviceModel, slot: int, count: int) -> np.ndarray:
+def _read(model: DeviceModel, slot: int, count: int) -> FloatArray:
     """Logits [vocab] after the first tokens of the prompt."""
-    logits: Logits = model.prefill(slot, [_ids(model, count)], [0], [[count - 1]])
-    return on_host(logits)[0, 0].copy()
+    logits = on_host(model.prefill(slot, [_ids(model, count)], [0], [[count - 1]]))
+    row: FloatArray = logits[0, 0].copy()
+    return row
 
 
-def _alike(found: Sequence[float], wanted: Sequence[float]) -> bool:
-    found, wanted = np.asarray(found), np.asarray(wanted)
+def _alike(found: FloatArray, wanted: FloatArray) -> bool:
     difference = np.linalg.norm(found - wanted)
     return bool(difference <= _MOST_DIFFERENCE * np.linalg.norm(wanted))
