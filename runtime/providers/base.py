@@ -27,6 +27,7 @@ class Capabilities:
     in_place_kv: past and present may be one buffer; without it every step copies the cache.
     slices: a part of an array in its memory can be bound, as on the host. Without it decode runs
     over all slots, and a graph moves them.
+    ragged_decode: rows of different lengths decode in one call; without it one call each.
     most_prefill_tokens: most tokens of one prefill call that come out right; None: any number.
     int8_kv: attention reads a quantized cache. flavors, dtypes: of the bundles that it runs.
     graphs_captured: it can record a decode call's kernels and launch them as one; see `captures`.
@@ -36,6 +37,7 @@ class Capabilities:
     packs_weights: bool = False
     in_place_kv: bool = True
     slices: bool = False
+    ragged_decode: bool = True
     most_prefill_tokens: int | None = None
     int8_kv: bool = False
     flavors: tuple[Flavor, ...] = ("gqa", "onnx")
