@@ -97,7 +97,7 @@ def check_placement(
     if provider.strict:
         raise ProviderError(
             f"{path}: {provider.name} leaves {sum(fallen.values())} compute nodes to the CPU "
-            f"({summed(fallen)}), which --strict refuses; see: ortolan inspect BUNDLE --placement"
+            f"({summed(fallen)}), which --strict refuses; see: ortolan providers BUNDLE --provider {provider.name}"
         )
     logger.warning(
         "the provider leaves compute nodes to the CPU",
