@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import onnxruntime as ort
@@ -26,8 +25,7 @@ def graph_placements(
     """
     bundle = Bundle.open(bundle_path)
     use_threads(config.threads)
-    # Not strict here: whoever asks wants to see the whole, too.
-    provider = replace(configured_provider(config, ort), strict=False)
+    provider = configured_provider(config, ort)
     placements = {}
     for graph in (DECODE, prefill_graph(provider), SAMPLE):
         session = open_source_graph(bundle, graph, provider, config.accuracy, record=True)

@@ -111,14 +111,15 @@ def plain_reason(reason: str, log: str) -> str:
     log: standard error of the process, which says what the exception leaves out.
     """
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in log.splitlines()]
-    said = [line for line in lines if ":onnxruntime:" in line and line.startswith("[E:")] or [
+    said = [line for line in lines if "[E:onnxruntime:" in line] or [
         line for line in lines if "cannot open shared object file" in line
     ]
     words = _without_source(reason)
-    more = [_without_source(line) for line in said]
-    for line in dict.fromkeys(more):
-        if line and line not in words:
-            words = f"{words}; {line}" if words else line
+    logged = "; ".join(dict.fromkeys(found for line in said if (found := _without_source(line))))
+    if logged and logged not in words:
+        # Provider.open_session can only point to the log, which is at hand here.
+        points = "as its log says" in words
+        words = words.replace("as its log says", logged) if points else f"{words}; {logged}"
     return words if len(words) <= _MOST_SHOWN else words[:_MOST_SHOWN] + " ..."
 
 
@@ -127,5 +128,5 @@ def _without_source(text: str) -> str:
     line = " ".join(text.split())
     for mark in (" was false. ", "[ERROR] ", " FAIL : ", " EP_FAIL : "):
         line = line.rpartition(mark)[2]
-    # [E:onnxruntime:Default, file.cc:12 Function] ...
-    return re.sub(r"^\[[EW]:[^\]]*\] ", "", line).strip()
+    # 2026-01-31 12:34:56.789 [E:onnxruntime:Default, file.cc:12 Function] ...
+    return re.sub(r"^.*\[[EW]:onnxruntime:[^\]]*\] ", "", line).removeprefix("Warning: ").strip()
