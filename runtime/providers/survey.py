@@ -65,7 +65,7 @@ def survey(
     found = installed_runtimes()
     module, broken = _module()
     problems = runtime_problems(found, module)
-    if broken:
+    if broken and not problems:
         problems.append(_import_problem(broken, found))
     names = provider_names() if only is None else [only]
     states = [_state(name, options, module, found, run) for name in names]
@@ -99,10 +99,11 @@ def runtime_problems(found: list[Installed], module: ModuleType | None) -> list[
         keep = f"pip install --force-reinstall --no-deps {here[0].name}=={here[0].version}"
         if len(here) > 1:
             last = getattr(module, "package_name", None) if _lies_in(module, folder) else None
-            whose = f"; its files are mostly those of {last}" if last else ""
+            whose = f", with files of {last}" if last else ""
+            every = " ".join(one.name for one in here)
             problems.append(
                 f"{names} are installed over each other in one folder{whose}; keep one: "
-                f"pip uninstall -y {' '.join(one.name for one in here)}, then pip install it again"
+                f"pip uninstall -y {every} && pip install {last or here[0].name}"
             )
         elif not (Path(folder) / "__init__.py").is_file():
             problems.append(
@@ -168,6 +169,9 @@ def _state(
     if provider.systems and sys.platform not in provider.systems:
         reason = f"there is no {provider.distribution} for {sys.platform}; {provider.remedy}"
         return ProviderState(name, provider.ort_name, "not here", reason)
+    if module is None and found:  # pip would leave it as it is: the problem has the command
+        damaged = ", ".join(f"{one.name} {one.version}" for one in found)
+        return ProviderState(name, provider.ort_name, "not here", f"{damaged} is damaged")
     if module is None:
         reason = "there is no onnxruntime"
     else:
