@@ -126,7 +126,7 @@ def plain_reason(reason: str, log: str) -> str:
 def _without_source(text: str) -> str:
     """What follows the last mark that ends a place or a kind of error."""
     line = " ".join(text.split())
-    for mark in (" was false. ", "[ERROR] ", " FAIL : ", " EP_FAIL : "):
-        line = line.rpartition(mark)[2]
+    for mark in (r" was false\. ", r"\[ERROR\] ", r"\[ONNXRuntimeError\] : \d+ : \w+ : "):
+        line = re.split(mark, line)[-1]
     # 2026-01-31 12:34:56.789 [E:onnxruntime:Default, file.cc:12 Function] ...
     return re.sub(r"^.*\[[EW]:onnxruntime:[^\]]*\] ", "", line).removeprefix("Warning: ").strip()
