@@ -365,7 +365,8 @@ class EngineConfig:
     priority_patience: how many requests of a better priority may overtake one that waits.
     accuracy: "default" computes quantized products with int8 activations, "exact" in float32.
     provider: a name, or the path of a plug-in library; provider_options: its own, by their names;
-    strict: whether a provider that leaves compute to the CPU is refused.
+    strict: whether a provider that leaves compute to the CPU is refused. kv_copies: whether one
+    is taken that cannot write the KV cache in place.
     Raises UsageError naming the field; what the bundle decides is checked when it is loaded.
     """
 
@@ -385,6 +386,7 @@ class EngineConfig:
     accuracy: Literal["default", "exact"] = "default"
     provider_options: Mapping[str, str] = field(default_factory=dict)
     strict: bool = False
+    kv_copies: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -406,6 +408,7 @@ class EngineConfig:
                 raise _refused("provider", self.provider, "a name")
             _provider_options(self.provider_options)
             _flag("strict", self.strict)
+            _flag("kv_copies", self.kv_copies)
             if self.cache_dir is not None and not isinstance(self.cache_dir, str | PathLike):
                 raise _refused("cache_dir", self.cache_dir, "a folder")
         except RequestError as exc:  # nobody's request, but the caller's setting

@@ -104,6 +104,11 @@ strict_option = click.option(
     default=None,
     help="Refuse a provider that leaves compute to the CPU.  [default: warn]",
 )
+copies_option = click.option(
+    "--kv-copies/--no-kv-copies",
+    default=None,
+    help="Take a provider that copies the KV cache at every step.  [default: refuse]",
+)
 
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
@@ -118,6 +123,7 @@ _ENGINE_OPTIONS = {
     ),
     "provider_options": provider_option,
     "strict": strict_option,
+    "kv_copies": copies_option,
     "threads": click.option(
         "--threads",
         metavar="N",
@@ -195,7 +201,7 @@ _ENGINE_OPTIONS = {
 
 
 # Those that say what to run on; see docs/providers.md.
-PROVIDER = ("provider", "provider_options", "strict")
+PROVIDER = ("provider", "provider_options", "strict", "kv_copies")
 
 # Those that say how requests share a model; see docs/engine.md.
 SHARING = (
@@ -215,7 +221,7 @@ def engine_options(*names: str) -> Callable[[Function], Function]:
         @functools.wraps(command)
         def gathered(**values: Any) -> Any:
             engine = {name: values.pop(name) for name in names}
-            for name in ("provider_options", "strict"):
+            for name in ("provider_options", "strict", "kv_copies"):
                 if name in engine and engine[name] is None:
                     engine[name] = default_of(EngineConfig, name)
             try:
