@@ -190,6 +190,14 @@ _ENGINE_OPTIONS = {
         default=default_of(EngineConfig, "gap_ms"),
         help="The same in milliseconds, if that is less.  [default: no bound of the kind]",
     ),
+    "whole_prompt": click.option(
+        "--whole-prompt",
+        metavar="N",
+        type=click.IntRange(min=0),
+        default=default_of(EngineConfig, "whole_prompt"),
+        show_default=True,
+        help="Prompts up to so many tokens are read at once, whatever gap that makes.",
+    ),
     "accuracy": click.option(
         "--accuracy",
         type=click.Choice(get_args(get_type_hints(EngineConfig)["accuracy"])),
@@ -211,6 +219,7 @@ SHARING = (
     "prefill_chunk",
     "gap_steps",
     "gap_ms",
+    "whole_prompt",
 )
 
 
