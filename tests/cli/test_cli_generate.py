@@ -192,6 +192,7 @@ def test_engine_options_reach_load_with_the_fields_defaults(run: Run, fake: Any)
         "provider": "other",
         "provider_options": {},
         "strict": False,
+        "kv_copies": False,
         "threads": 3,
         "cache_dir": "there",
         "max_context": 64,
