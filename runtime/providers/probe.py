@@ -16,7 +16,8 @@ from typing import Any
 
 _TIMEOUT_S = 120
 _SIZE = 8
-_MOST_SHOWN = 300
+_MOST_SHOWN = 400
+_SEE_LOG = ", as its log says"
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,8 @@ def plain_reason(reason: str, log: str) -> str:
     logged = "; ".join(dict.fromkeys(found for line in said if (found := _without_source(line))))
     if logged and logged not in words:
         # Provider.open_session can only point to the log, which is at hand here.
-        points = "as its log says" in words
-        words = words.replace("as its log says", logged) if points else f"{words}; {logged}"
+        points = _SEE_LOG in words
+        words = words.replace(_SEE_LOG, f": {logged}") if points else f"{words}; {logged}"
     return words if len(words) <= _MOST_SHOWN else words[:_MOST_SHOWN] + " ..."
 
 
@@ -129,4 +130,5 @@ def _without_source(text: str) -> str:
     for mark in (r" was false\. ", r"\[ERROR\] ", r"\[ONNXRuntimeError\] : \d+ : \w+ : "):
         line = re.split(mark, line)[-1]
     # 2026-01-31 12:34:56.789 [E:onnxruntime:Default, file.cc:12 Function] ...
-    return re.sub(r"^.*\[[EW]:onnxruntime:[^\]]*\] ", "", line).removeprefix("Warning: ").strip()
+    line = re.sub(r"^.*\[[EW]:onnxruntime:[^\]]*\] ", "", line).removeprefix("Warning: ").strip()
+    return re.sub(r"(?:/[\w.+-]+){2,}/([\w.+-]+\.so)", r"\1", line)

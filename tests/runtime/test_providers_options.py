@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,14 +155,22 @@ def test_directml_gets_what_its_documentation_demands() -> None:
     assert options.execution_mode == "sequential"
 
 
-def test_libraries_of_cuda_are_loaded_before_a_session_asks_for_them() -> None:
+def test_libraries_of_cuda_are_loaded_before_a_session_asks_for_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """pip puts them where the system's loader does not look."""
     ort = runtime("CUDAExecutionProvider")
-    ort.preload_dlls = lambda: ort.asked.update(preloaded=True)
+
+    def preload() -> None:
+        ort.asked.update(preloaded=True)
+        print("Failed to load libx.so")  # noqa: T201  (as onnxruntime does)
+
+    ort.preload_dlls = preload
     load_provider("cuda").open_session(ort, b"", Options())  # type: ignore[arg-type]
     assert ort.asked["preloaded"]
     ((name, given),) = ort.asked["providers"]
     assert name == "CUDAExecutionProvider"
+    assert capsys.readouterr().out == ""  # or it would stand in an answer
     assert given["use_tf32"] == "0"
     assert given["arena_extend_strategy"] == "kSameAsRequested"
 
@@ -179,3 +188,13 @@ def test_only_decode_is_captured_and_by_its_number_of_rows() -> None:
     assert "enable_cuda_graph" not in ort.asked["providers"][0][1]
     provider.open_session(ort, b"", Options(), captured=True)  # type: ignore[arg-type]
     assert ort.asked["providers"][0][1]["enable_cuda_graph"] == "1"
+
+
+def test_page_has_every_provider_and_option(root: Path) -> None:
+    """Who reads the page must not miss one, nor type one that is not there."""
+    page = (root / "docs/providers.md").read_text(encoding="utf-8")
+    table = page[page.index("## Options") : page.index("## A plug-in library")]
+    for provider in builtin_providers():
+        (row,) = re.findall(rf"^\| `{provider.name}` \| (.*) \|$", table, re.MULTILINE)
+        assert set(re.findall(r"`(\w+)`", row)) == set(provider.known_options), provider.name
+        assert f"| `{provider.name}` | {provider.ort_name} | `{provider.distribution}`" in page

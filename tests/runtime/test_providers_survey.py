@@ -199,13 +199,13 @@ def test_provider_that_this_runtime_lacks_is_a_reason() -> None:
             "onnxruntime 9 could not set up X here, as its log says; look at it",
             "\x1b[1;31m2026-01-01 [E:onnxruntime:Default, a.cc:1 f] /src/a.cc:2 f() [ERROR] [X] no "
             "GPU\n\x1b[m",
-            "onnxruntime 9 could not set up X here, [X] no GPU; look at it",
+            "onnxruntime 9 could not set up X here: [X] no GPU; look at it",
         ),
         (
             "it failed",
             "2026-01-01 [E:onnxruntime:Default, b.cc:1 g] /src/b.cc:3 g() [ONNXRuntimeError] : 1 : "
-            "FAIL : Failed to load library libx.so with error: liby.so.12: cannot open\n",
-            "it failed; Failed to load library libx.so with error: liby.so.12: cannot open",
+            "FAIL : Failed to load library /usr/lib/ort/libx.so with error: liby.so: cannot open\n",
+            "it failed; Failed to load library libx.so with error: liby.so: cannot open",
         ),
         ("it failed", "something else\n", "it failed"),
     ],
