@@ -78,6 +78,7 @@ def test_broken_entry_point_is_named_and_breaks_nothing_else(
 def test_entry_point_cannot_replace_one_of_ours(distribution: Any) -> None:
     """A package would decide what `cpu` runs on."""
     distribution(WREN, cpu="birds:WREN")
+    assert providers.provider_names().count("cpu") == 1
     assert find_provider("cpu", runtime("CPUExecutionProvider")).ort_name == "CPUExecutionProvider"
 
 
