@@ -46,7 +46,7 @@ class Service:
         load: bool = True,
     ) -> None:
         onnxruntime = require("onnxruntime", "cpu", "serving a model")
-        from ortolan.runtime.engine.opening import context_of
+        from ortolan.runtime.plan import context_of
 
         self.name = name or bundle.path.resolve().name
         self.created_s = int(time.time())
