@@ -7,13 +7,18 @@ import logging
 import onnxruntime as ort
 
 from ortolan.errors import EngineError
+from ortolan.graphs.manifest import ModelConfig
 from ortolan.runtime.bundle import Bundle
+from ortolan.runtime.engine.device import Device
+from ortolan.runtime.engine.device_kv import ApartKvCache, BatchKvCache, KvForm
+from ortolan.runtime.engine.device_model import ApartDeviceModel, BatchDeviceModel, DeviceModel
 from ortolan.runtime.engine.engine import Engine
-from ortolan.runtime.engine.kv_cache import KvCache
+from ortolan.runtime.engine.kv_cache import KvCache, padded_capacity
 from ortolan.runtime.engine.model import Model
 from ortolan.runtime.engine.packed import discard, packed_graphs
 from ortolan.runtime.engine.prefix_cache import PrefixCache
 from ortolan.runtime.engine.sampler import Sampler
+from ortolan.runtime.engine.self_test import decodes_ragged_rows, limit_prefill
 from ortolan.runtime.engine.sessions import SessionSet, open_sessions
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.memory import memory_found, process_bytes, return_freed_memory
@@ -29,22 +34,29 @@ def open_engine(
     bundle: Bundle, config: EngineConfig, tokenizer: Tokenizer, *, checks: bool = False
 ) -> Engine:
     """An engine on a bundle. Raises ProviderError, UsageError, EngineError, BundleError."""
-    model = bundle.manifest.model
+    model_config = bundle.manifest.model
     use_threads(config.threads)
     provider = find_provider(config.provider, ort)
     plan = _plan(bundle, config, provider)
     sessions = _open_sessions(bundle, provider, config)
     return_freed_memory()
-    cache = KvCache(model, rows_of_cache(config), plan.capacity)
-    prefix = PrefixCache(cache, plan.prefix_bytes)
+    num_valid = min(tokenizer.vocab_size, model_config.vocab_size)
+    model: Model | DeviceModel
+    device, prefix = None, None
+    if provider.on_host:
+        model = open_host_model(model_config, sessions, config, plan.context)
+        prefix = PrefixCache(model.cache, plan.prefix_bytes)
+    else:  # where the prefix cache could not copy anything
+        device = Device(provider)
+        model = open_device_model(model_config, sessions, config, plan.context, device)
     return Engine(
-        Model(model, sessions, cache, min_rows(config)),
-        Sampler(sessions.sample, min(tokenizer.vocab_size, model.vocab_size)),
+        model,
+        Sampler(sessions.sample, num_valid, device),
         tokenizer,
         config,
         max_context=plan.context,
         kv_budget=plan.kv_tokens,
-        prefix=prefix if prefix.capacity else None,
+        prefix=prefix if prefix is not None and prefix.capacity else None,
         checks=checks,
     )
 
@@ -53,13 +65,38 @@ def _plan(bundle: Bundle, config: EngineConfig, provider: Provider) -> Plan:
     """What the engine may hold, of the memory that is free before anything is loaded."""
     memory = memory_found() if provider.on_host else None
     plan = plan_memory(bundle.manifest, config, provider, memory, process_bytes())
-    if plan.is_too_large:
-        assert memory is not None
+    if memory is not None and plan.is_too_large:
         logger.warning(
             "memory may run out; see what takes it with: ortolan plan",
             extra={"needs_mb": plan.total // 10**6, "has_mb": memory.bytes // 10**6},
         )
     return plan
+
+
+def open_host_model(
+    model: ModelConfig, sessions: SessionSet, config: EngineConfig, context: int
+) -> Model:
+    """The decoder over a KV cache in host memory."""
+    cache = KvCache(model, rows_of_cache(config), padded_capacity(context, model.head_dim))
+    return Model(model, sessions, cache, min_rows(config))
+
+
+def open_device_model(
+    model: ModelConfig, sessions: SessionSet, config: EngineConfig, context: int, device: Device
+) -> DeviceModel:
+    """The decoder over a KV cache in the provider's memory, its prefill checked."""
+    capabilities = device.provider.capabilities
+    form = KvForm(model, context, in_place=capabilities.in_place_kv)
+    if capabilities.ragged_decode:
+        cache = BatchKvCache(device, form, config.max_slots)
+        batch = BatchDeviceModel(model, sessions, device, cache)
+        limit_prefill(batch)
+        if decodes_ragged_rows(batch):
+            return batch
+        del batch, cache  # before their memory is asked for again
+    apart = ApartDeviceModel(model, sessions, device, ApartKvCache(device, form, config.max_slots))
+    limit_prefill(apart)
+    return apart
 
 
 def _open_sessions(bundle: Bundle, provider: Provider, config: EngineConfig) -> SessionSet:
