@@ -27,9 +27,9 @@ _LEAST_KV_TOKENS = 256  # where memory is short, an engine still answers somethi
 # Measured with ONNX Runtime 1.32 by benchmarks/plan_memory.py.
 _SESSION_BYTES = 11.5  # of objects for each byte of a graph's file, both graphs counted
 _SESSION_LEAST = 18 << 20  # most of it the code that a model runs, mapped as it is first used
-_PACKING = 1.25  # of the packed file's bytes, held in memory before they are written
+_PACKING = 1.35  # of the packed file's bytes, held in memory before they are written
 # Arenas keep what a call allocated node by node, and what the next of its shape plans ahead.
-_ARENA_COPIES = 2
+_ARENA_COPIES = 2.5
 _SCORED_POSITIONS = 64  # logits of a call where a prompt is scored; see engine/prefill.py
 
 
@@ -73,6 +73,17 @@ class Plan:
         return sum(part.bytes for part in self.parts)
 
     @property
+    def total_where_kv_is(self) -> int:
+        """The same, of the host or of the device alone, whichever has the KV."""
+        (place,) = (part.place for part in self.parts if part.name == "KV")
+        return sum(part.bytes for part in self.parts if part.place == place)
+
+    @property
+    def tokens_wanted(self) -> int:
+        """Tokens of all slots when they are full."""
+        return self.slots * self.context
+
+    @property
     def tokens_that_fit(self) -> int:
         """Tokens whose KV has room."""
         return max(self.room, 0) // self.token_bytes
@@ -85,7 +96,7 @@ class Plan:
     @property
     def is_too_large(self) -> bool:
         """Whether memory cannot hold it all."""
-        return self.memory is not None and self.total > self.memory.bytes
+        return self.memory is not None and self.total_where_kv_is > self.memory.bytes
 
 
 def context_of(config: EngineConfig, bundle_context: int) -> int:
@@ -119,7 +130,7 @@ def plan_memory(
     """The plan of an engine on that bundle.
 
     memory: of the place where the provider keeps weights and KV: the host's, or its device's.
-    None: not known; the KV of all slots is then planned for. process_bytes: what the process holds
+    None: not known; all slots are then planned for. process_bytes: what the process holds
     without a model. Raises UsageError for a context that the bundle does not allow.
     """
     model = manifest.model
@@ -130,32 +141,21 @@ def plan_memory(
     taken = sum(part.bytes for part in around if part.place == place)
     token_bytes = bytes_per_token(model)
     most = config.max_slots * context
-    if memory is None:
-        prefix_bytes = (config.prefix_cache_mb or 0) * 2**20
-        room = most * token_bytes
-    else:
-        usable = memory.bytes
-        if memory.source == "machine":
-            usable = int(usable * _SHARE_OF_MACHINE)
-        left = usable - taken
-        prefix_bytes = int(max(left, 0) * _PREFIX_PART)
-        if config.prefix_cache_mb is not None:
-            prefix_bytes = config.prefix_cache_mb * 2**20
-        room = left - prefix_bytes
+    prefix_bytes, room = 0, most * token_bytes
+    if memory is not None:
+        prefix_bytes, room = _split(config, provider, _usable(memory) - taken)
     kv_tokens = config.kv_tokens
     if kv_tokens is None:
         kv_tokens = max(room // token_bytes, _LEAST_KV_TOKENS)
     kv_tokens = min(kv_tokens, most)
-    capacity = padded_capacity(context, model.head_dim)
-    # The host gives memory to positions as they are written; a device gives it to all at once.
-    held = kv_tokens if provider.on_host else rows_of_cache(config) * capacity
+    held = kv_tokens if provider.on_host else _device_positions(config, context, provider)
     kv = Part("KV", held * token_bytes, place, "of running requests, when slots are full")
     prefix = Part("prefix cache", prefix_bytes, place, "KV of earlier prompts, when it is full")
     return Plan(
         provider=provider.name,
         slots=config.max_slots,
         context=context,
-        capacity=capacity,
+        capacity=padded_capacity(context, model.head_dim),
         token_bytes=token_bytes,
         kv_tokens=kv_tokens,
         prefix_bytes=prefix_bytes,
@@ -165,6 +165,30 @@ def plan_memory(
         disk=_files(manifest, provider, weights),
         first_load=_first_load(manifest, provider, weights, process_bytes),
     )
+
+
+def _usable(memory: Memory) -> int:
+    return int(memory.bytes * _SHARE_OF_MACHINE) if memory.source == "machine" else memory.bytes
+
+
+def _split(config: EngineConfig, provider: Provider, left: int) -> tuple[int, int]:
+    """Bytes for the prefix cache, and for KV, of what is left for both."""
+    prefix_bytes = int(max(left, 0) * _PREFIX_PART)
+    if not provider.on_host:
+        prefix_bytes = 0  # its blocks are copied by the host
+    elif config.prefix_cache_mb is not None:
+        prefix_bytes = config.prefix_cache_mb * 2**20
+    return prefix_bytes, left - prefix_bytes
+
+
+def _device_positions(config: EngineConfig, context: int, provider: Provider) -> int:
+    """Positions that a KV cache on a device has memory for.
+
+    The host gives memory to positions as they are written; a device gives it to all at once. One
+    slot more is where prompts are read; see engine/device_kv.py.
+    """
+    copies = 1 if provider.capabilities.in_place_kv else 2
+    return (config.max_slots + 1) * context * copies
 
 
 def _around_kv(
@@ -192,7 +216,7 @@ def _around_kv(
         ),
         Part(
             "activations",
-            _activations(manifest.model, config) + _ARENA_COPIES * weights.unpacked,
+            _activations(manifest, config) + 2 * weights.unpacked,
             place,
             f"of calls of up to {config.prefill_chunk} tokens",
         ),
@@ -202,18 +226,22 @@ def _around_kv(
     return [*parts, Part("margin", margin, place, f"{_MARGIN_PART:.0%} of what is estimated")]
 
 
-def _activations(model: ModelConfig, config: EngineConfig) -> int:
+def _activations(manifest: Manifest, config: EngineConfig) -> int:
     """Bytes of the two sessions' arenas after calls of the largest shape.
 
     Attention works through tiles, so the length of the context is not in it.
     """
+    model = manifest.model
     context = context_of(config, model.max_context)
     tokens = max(min(config.prefill_chunk, context), rows_of_cache(config))
     queries, keys = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
-    # Gate and up as one matrix and apart, the activation, the product; or q, k and v, and their
-    # turned copies. Beside them the residual stream and its norm.
-    wide = max(6 * model.intermediate_size, 3 * queries + 4 * keys)
-    return _ARENA_COPIES * tokens * (wide + 5 * model.hidden_size) * 4
+    # Gate and up as one matrix and apart, the activation, the product; models with offsets have
+    # less of it at a time. Or q, k and v, and their turned copies. Beside either the residual
+    # stream and its norms.
+    has_offsets = any(group.precision.endswith("offsets") for group in manifest.weights)
+    inner = (4.5 if has_offsets else 6) * model.intermediate_size
+    wide = max(inner, 3 * queries + 4 * keys)
+    return int(_ARENA_COPIES * tokens * (wide + 5 * model.hidden_size) * 4)
 
 
 def _logits(model: ModelConfig, config: EngineConfig) -> int:
@@ -237,4 +265,5 @@ def _first_load(
 ) -> int:
     """Bytes at the most while weights are packed: the source mapped, the packed form in memory."""
     packed = weights.file * _PACKING if provider.capabilities.packs_weights else 2 * weights.used
-    return process_bytes + manifest.files[WEIGHTS_NAME].size + int(packed)
+    source = manifest.files[WEIGHTS_NAME].size
+    return process_bytes + _SESSION_LEAST + source + int(packed)

@@ -70,7 +70,7 @@ def _product(group: WeightGroup, accuracy: Accuracy, largest: int) -> WeightSize
     found = _PRECISION.fullmatch(group.precision)
     if found is None:  # a format of another version: assume that it is packed to its own size
         return WeightSizes(2 * group.bytes, group.bytes)
-    kind, bits, block, affine = found.groups()
+    _, bits, block, affine = found.groups()
     if block is None:  # float weights are expanded before they are packed
         floats = group.elements * 4 + max(group.bytes - group.elements * int(bits) // 8, 0)
         return WeightSizes(2 * floats, floats)
