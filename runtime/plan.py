@@ -148,7 +148,9 @@ def plan_memory(
     if kv_tokens is None:
         kv_tokens = max(room // token_bytes, _LEAST_KV_TOKENS)
     kv_tokens = min(kv_tokens, most)
-    held = kv_tokens if provider.on_host else _device_positions(config, context, provider)
+    held = kv_tokens
+    if not _follows_tokens(provider):
+        held = _all_positions(config, context, provider)
     kv = Part("KV", held * token_bytes, place, "of running requests, when slots are full")
     prefix = Part("prefix cache", prefix_bytes, place, "KV of earlier prompts, when it is full")
     return Plan(
@@ -174,18 +176,22 @@ def _usable(memory: Memory) -> int:
 def _split(config: EngineConfig, provider: Provider, left: int) -> tuple[int, int]:
     """Bytes for the prefix cache, and for KV, of what is left for both."""
     prefix_bytes = int(max(left, 0) * _PREFIX_PART)
-    if not provider.on_host:
-        prefix_bytes = 0  # its blocks are copied by the host
+    if not _follows_tokens(provider):
+        prefix_bytes = 0  # it copies from the host's array
     elif config.prefix_cache_mb is not None:
         prefix_bytes = config.prefix_cache_mb * 2**20
     return prefix_bytes, left - prefix_bytes
 
 
-def _device_positions(config: EngineConfig, context: int, provider: Provider) -> int:
-    """Positions that a KV cache on a device has memory for.
+def _follows_tokens(provider: Provider) -> bool:
+    """Whether the KV cache is the host's array, which takes memory as positions are written."""
+    return provider.on_host and provider.capabilities.in_place_kv
 
-    The host gives memory to positions as they are written; a device gives it to all at once. One
-    slot more is where prompts are read; see engine/device_kv.py.
+
+def _all_positions(config: EngineConfig, context: int, provider: Provider) -> int:
+    """Positions of a KV cache in a provider's own memory, which has it for all of them at once.
+
+    One slot more is where prompts are read; see engine/device_kv.py.
     """
     copies = 1 if provider.capabilities.in_place_kv else 2
     return (config.max_slots + 1) * context * copies

@@ -129,11 +129,15 @@ def plan(
 
 
 def _provider(config: EngineConfig) -> Provider:
+    """The provider, whether it can run here or not; a plug-in library has to be loaded."""
     import onnxruntime as ort
 
-    from ortolan.runtime.providers import find_provider
+    from ortolan.runtime.providers import configured_provider, load_provider
+    from ortolan.runtime.providers.plugin import is_library
 
-    return find_provider(config.provider, ort)
+    if is_library(config.provider):
+        return configured_provider(config, ort)
+    return load_provider(config.provider)
 
 
 def _memory(given: int | None, provider: Provider) -> Memory | None:

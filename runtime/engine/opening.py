@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import onnxruntime as ort
 
@@ -10,21 +11,20 @@ from ortolan.errors import EngineError
 from ortolan.graphs.manifest import ModelConfig
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.device import Device
-from ortolan.runtime.engine.device_kv import ApartKvCache, BatchKvCache, KvForm
-from ortolan.runtime.engine.device_model import ApartDeviceModel, BatchDeviceModel, DeviceModel
+from ortolan.runtime.engine.device_model import DeviceModel
+from ortolan.runtime.engine.device_opening import check_fit, open_device_model
 from ortolan.runtime.engine.engine import Engine
 from ortolan.runtime.engine.kv_cache import KvCache, padded_capacity
 from ortolan.runtime.engine.model import Model
 from ortolan.runtime.engine.packed import discard, packed_graphs
 from ortolan.runtime.engine.prefix_cache import PrefixCache
 from ortolan.runtime.engine.sampler import Sampler
-from ortolan.runtime.engine.self_test import decodes_ragged_rows, limit_prefill
 from ortolan.runtime.engine.sessions import SessionSet, open_sessions
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.memory import memory_found, process_bytes, return_freed_memory
 from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.plan import Plan, min_rows, plan_memory, rows_of_cache
-from ortolan.runtime.providers import Provider, find_provider
+from ortolan.runtime.providers import Provider, configured_provider
 from ortolan.runtime.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -36,14 +36,15 @@ def open_engine(
     """An engine on a bundle. Raises ProviderError, UsageError, EngineError, BundleError."""
     model_config = bundle.manifest.model
     use_threads(config.threads)
-    provider = find_provider(config.provider, ort)
+    provider = configured_provider(config, ort)
+    check_fit(provider, bundle.manifest, config)
     plan = _plan(bundle, config, provider)
     sessions = _open_sessions(bundle, provider, config)
     return_freed_memory()
     num_valid = min(tokenizer.vocab_size, model_config.vocab_size)
-    model: Model | DeviceModel
+    model: Model | DeviceModel[Any]
     device, prefix = None, None
-    if provider.on_host:
+    if provider.on_host and provider.capabilities.in_place_kv:
         model = open_host_model(model_config, sessions, config, plan.context)
         prefix = PrefixCache(model.cache, plan.prefix_bytes)
     else:  # where the prefix cache could not copy anything
@@ -79,24 +80,6 @@ def open_host_model(
     """The decoder over a KV cache in host memory."""
     cache = KvCache(model, rows_of_cache(config), padded_capacity(context, model.head_dim))
     return Model(model, sessions, cache, min_rows(config))
-
-
-def open_device_model(
-    model: ModelConfig, sessions: SessionSet, config: EngineConfig, context: int, device: Device
-) -> DeviceModel:
-    """The decoder over a KV cache in the provider's memory, its prefill checked."""
-    capabilities = device.provider.capabilities
-    form = KvForm(model, context, in_place=capabilities.in_place_kv)
-    if capabilities.ragged_decode:
-        cache = BatchKvCache(device, form, config.max_slots)
-        batch = BatchDeviceModel(model, sessions, device, cache)
-        limit_prefill(batch)
-        if decodes_ragged_rows(batch):
-            return batch
-        del batch, cache  # before their memory is asked for again
-    apart = ApartDeviceModel(model, sessions, device, ApartKvCache(device, form, config.max_slots))
-    limit_prefill(apart)
-    return apart
 
 
 def _open_sessions(bundle: Bundle, provider: Provider, config: EngineConfig) -> SessionSet:
