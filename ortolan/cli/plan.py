@@ -180,7 +180,9 @@ def size_text(count: int) -> str:
 
 
 def _print(plan: Plan, packed: bool) -> None:
-    rows = [(part.name, size_text(part.bytes), part.place, part.what) for part in plan.parts]
+    rows: list[tuple[str, ...]] = [
+        (part.name, size_text(part.bytes), part.place, part.what) for part in plan.parts
+    ]
     full = f"when {plan.slots} slots of {plan.context:,} tokens and the caches are full"
     rows.append(("total", size_text(plan.total), "", full))
     write_table(("memory", "size", "where", ""), rows, numbers=(1,))
@@ -189,9 +191,8 @@ def _print(plan: Plan, packed: bool) -> None:
     peak = "done" if packed else f"at most {size_text(plan.first_load)}"
     have = [("a token's KV", f"{plan.token_bytes / 1024:g} KiB"), ("first load", peak)]
     if plan.memory is not None:
-        have = [("memory there is", _memory_text(plan.memory)), *have]
-    fit = f"{plan.tokens_that_fit:,} tokens: {plan.slots_that_fit:,} slots of {plan.context:,}"
-    have.append(("KV that fits", fit))
+        fit = f"{plan.tokens_that_fit:,} tokens: {plan.slots_that_fit:,} slots of {plan.context:,}"
+        have = [("memory there is", _memory_text(plan.memory)), *have, ("KV that fits", fit)]
     have.append(("KV that is held", f"at most {plan.kv_tokens:,} tokens"))
     write_table(None, have)
 

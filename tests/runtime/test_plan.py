@@ -143,13 +143,10 @@ def test_engine_that_cannot_fit_is_warned_of(
 
 
 def used(bundle: Path, **settings: Any) -> dict[str, Any]:
-    """What tests/memory_used.py finds in a process of its own."""
+    """What a process that loads and fills the bundle holds; see benchmarks/plan_memory.py."""
+    script = str(ROOT / "benchmarks/plan_memory.py")
     done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tests/memory_used.py"),
-            json.dumps({"bundle": str(bundle), "settings": settings}),
-        ],
+        [sys.executable, script, str(bundle), "--hold", json.dumps(settings)],
         capture_output=True,
         text=True,
         check=False,
