@@ -336,6 +336,18 @@ class Completion:
     prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
 
 
+def _provider_options(value: object) -> None:
+    """Names and values that are texts or numbers; what they mean is the provider's to say."""
+    if not isinstance(value, Mapping):
+        raise _refused("provider_options", value, "a mapping from names to values")
+    for name, given in value.items():
+        if not (isinstance(name, str) and isinstance(given, str | int | float)):
+            raise RequestError(
+                f"provider_options holds {_shown(name)}: {_shown(given)}; names are texts, values "
+                "texts or numbers"
+            )
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Settings of the engine, fixed at load.
@@ -352,6 +364,8 @@ class EngineConfig:
     that may wait.
     priority_patience: how many requests of a better priority may overtake one that waits.
     accuracy: "default" computes quantized products with int8 activations, "exact" in float32.
+    provider: a name, or the path of a plug-in library; provider_options: its own, by their names;
+    strict: whether a provider that leaves compute to the CPU is refused.
     Raises UsageError naming the field; what the bundle decides is checked when it is loaded.
     """
 
@@ -369,6 +383,8 @@ class EngineConfig:
     max_waiting_tokens: int = 1_000_000
     priority_patience: int = 16
     accuracy: Literal["default", "exact"] = "default"
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+    strict: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -388,6 +404,8 @@ class EngineConfig:
                 raise _refused("accuracy", self.accuracy, "default or exact")
             if not isinstance(self.provider, str):
                 raise _refused("provider", self.provider, "a name")
+            _provider_options(self.provider_options)
+            _flag("strict", self.strict)
             if self.cache_dir is not None and not isinstance(self.cache_dir, str | PathLike):
                 raise _refused("cache_dir", self.cache_dir, "a folder")
         except RequestError as exc:  # nobody's request, but the caller's setting

@@ -21,7 +21,7 @@ from ortolan.runtime.engine.sessions import SessionSet, open_sessions
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.machine import free_memory_bytes
 from ortolan.runtime.params import EngineConfig
-from ortolan.runtime.providers import Provider, find_provider
+from ortolan.runtime.providers import Provider, configured_provider
 from ortolan.runtime.text.tokenizer import Tokenizer
 
 # Parts of the memory that is free when a model is loaded, where the config says nothing.
@@ -36,7 +36,7 @@ def open_engine(
     model_config = bundle.manifest.model
     context = context_of(config, model_config.max_context)
     use_threads(config.threads)
-    provider = find_provider(config.provider, ort)
+    provider = configured_provider(config, ort)
     sessions = _open_sessions(bundle, provider, config)
     num_valid = min(tokenizer.vocab_size, model_config.vocab_size)
     token_bytes = bytes_per_token(model_config)

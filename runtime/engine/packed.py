@@ -30,12 +30,13 @@ from ortolan.runtime.engine.accuracy import Accuracy
 from ortolan.runtime.engine.sessions import (
     open_source_graph,
     optimizing_entries,
+    packs_weights,
     prefill_graph,
 )
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.machine import cpu_fingerprint
 from ortolan.runtime.params import EngineConfig
-from ortolan.runtime.providers import Provider, find_provider
+from ortolan.runtime.providers import Provider, configured_provider
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def packed_graphs(
     cache folder. None where the provider has no such form or it cannot be written (a full disk):
     the caller then loads the bundle's own graphs, which takes longer and more memory.
     """
-    if not provider.capabilities.packs_weights:
+    if not packs_weights(provider):
         return None
     graphs = (DECODE, prefill_graph(provider))
     key = _key(bundle, provider, accuracy, graphs)
@@ -90,7 +91,7 @@ def optimized_graphs(bundle_path: Path, config: EngineConfig) -> dict[str, Path]
     """
     bundle = Bundle.open(bundle_path)
     use_threads(config.threads)
-    provider = find_provider(config.provider, ort)
+    provider = configured_provider(config, ort)
     packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
     if packed is None:
         raise EngineError(

@@ -53,7 +53,7 @@ def as_device(form: str) -> NotOnHost:
 def on_device(
     request: pytest.FixtureRequest, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LLM]:
-    monkeypatch.setattr(opening, "find_provider", lambda *args: as_device(request.param))
+    monkeypatch.setattr(opening, "configured_provider", lambda *args: as_device(request.param))
     config = EngineConfig(max_slots=SLOTS, max_context=48, prefill_chunk=16, prefix_cache_mb=0)
     with LLM(Bundle.open(tiny_bundle), config) as llm:
         yield llm
