@@ -73,9 +73,9 @@ $(PROVIDER_TESTS): test-provider-%: build/providers/%/.installed $(PROVIDER_BUND
 	    build/providers/$*/bin/pytest -q tests/providers $(ARGS)
 
 $(PROVIDER_BUNDLES)/.made: $(EXPORT_SOURCES) $(RUN_SOURCES) $(BUNDLE)/manifest.json \
-        tests/providers/make_references.py tests/providers/scenarios.py
+        tests/make_provider_references.py tests/provider_scenarios.py
 	@echo "Making bundles and the CPU's answers in $(PROVIDER_BUNDLES) ..."
-	@$(PY) tests/providers/make_references.py $(PROVIDER_BUNDLES) $(BUNDLE)
+	@$(PY) tests/make_provider_references.py $(PROVIDER_BUNDLES) $(BUNDLE)
 	@touch $@
 
 $(PROVIDERS:%=build/providers/%/.installed): build/providers/%/.installed: pyproject.toml $(PY)
