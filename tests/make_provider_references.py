@@ -54,7 +54,7 @@ def main() -> None:
             source = make(Path(temporary))
             export_bundle(str(source), folder / name, ExportOptions(force=True))
         write_references(folder / name, folder / name)
-    write_references(smollm2, folder / "smollm2")
+    write_references(smollm2, folder / "smollm2")  # beside a link to it
     linked = folder / "smollm2"
     linked.unlink(missing_ok=True)
     linked.symlink_to(smollm2.resolve())
@@ -63,12 +63,14 @@ def main() -> None:
 def write_references(path: Path, target: Path) -> None:
     """NAME.json and NAME.npz beside `target`."""
     answers = {}
-    for name, scenario in SCENARIOS.items():
-        config = EngineConfig(**{**SETTINGS, **scenario.settings})
-        with LLM(Bundle.open(path), config) as llm:
-            answers[name] = ask(llm, scenario)
     with LLM(Bundle.open(path), EngineConfig(**SETTINGS)) as llm:
+        for name in (name for name, scenario in SCENARIOS.items() if not scenario.settings):
+            answers[name] = ask(llm, SCENARIOS[name])
         np.savez(target.with_name(f"{target.name}.npz"), **logits_of(llm))
+    for name in SCENARIOS.keys() - answers.keys():
+        config = EngineConfig(**{**SETTINGS, **SCENARIOS[name].settings})
+        with LLM(Bundle.open(path), config) as llm:
+            answers[name] = ask(llm, SCENARIOS[name])
     text = json.dumps(answers, indent=1)
     target.with_name(f"{target.name}.json").write_text(text, encoding="utf-8")
 
