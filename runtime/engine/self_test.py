@@ -7,11 +7,12 @@ with a warning; nothing here compares with other providers (that is `ortolan ver
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 
 from ortolan.runtime.engine.device_logits import FloatArray, on_host
-from ortolan.runtime.engine.device_model import BatchDeviceModel, DeviceModel
+from ortolan.runtime.engine.device_model import DeviceModel
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ _FEWER = 5
 _MOST_DIFFERENCE = 0.05  # of the logits' norm; rounding of activations makes far less
 
 
-def limit_prefill(model: DeviceModel) -> None:
+def limit_prefill(model: DeviceModel[Any]) -> None:
     """Have prompts read token by token where the provider gets several at a time wrong.
 
     Seen with WebGPU on devices with small subgroups, where attention over more than one token is
@@ -31,7 +32,7 @@ def limit_prefill(model: DeviceModel) -> None:
     declared = model.most_prefill_tokens
     if declared == 1:
         return
-    counts = (_FEWER, _TOKENS)
+    counts = [min(count, model.cache.capacity) for count in (_FEWER, _TOKENS)]
     whole = [_read(model, 0, count) for count in counts]
     model.most_prefill_tokens = 1
     if all(_alike(found, _read(model, 0, n)) for found, n in zip(whole, counts, strict=True)):
@@ -44,11 +45,11 @@ def limit_prefill(model: DeviceModel) -> None:
     )
 
 
-def decodes_ragged_rows(model: BatchDeviceModel) -> bool:
+def decodes_ragged_rows(model: DeviceModel[Any]) -> bool:
     """Whether rows of different lengths come out of one decode call as they do alone."""
-    if model.cache.slots < 2:
+    lengths = [min(_TOKENS, model.cache.capacity - 1), _FEWER]
+    if model.cache.slots < 2 or lengths[0] <= lengths[1]:
         return True
-    lengths = [_TOKENS, _FEWER]
     alone = [_read(model, slot, length + 1) for slot, length in enumerate(lengths)]
     for slot, length in enumerate(lengths):
         _read(model, slot, length)
@@ -64,11 +65,11 @@ def decodes_ragged_rows(model: BatchDeviceModel) -> bool:
     return False
 
 
-def _ids(model: DeviceModel, count: int) -> list[int]:
+def _ids(model: DeviceModel[Any], count: int) -> list[int]:
     return [7 * (place + 1) % model.config.vocab_size for place in range(count)]
 
 
-def _read(model: DeviceModel, slot: int, count: int) -> FloatArray:
+def _read(model: DeviceModel[Any], slot: int, count: int) -> FloatArray:
     """Logits [vocab] after the first tokens of the prompt."""
     logits = on_host(model.prefill(slot, [_ids(model, count)], [0], [[count - 1]]))
     row: FloatArray = logits[0, 0].copy()
