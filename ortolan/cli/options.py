@@ -104,6 +104,11 @@ strict_option = click.option(
     default=None,
     help="Refuse a provider that leaves compute to the CPU.  [default: warn]",
 )
+copies_option = click.option(
+    "--kv-copies/--no-kv-copies",
+    default=None,
+    help="Take a provider that copies the KV cache at every step.  [default: refuse]",
+)
 
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
@@ -118,6 +123,7 @@ _ENGINE_OPTIONS = {
     ),
     "provider_options": provider_option,
     "strict": strict_option,
+    "kv_copies": copies_option,
     "threads": click.option(
         "--threads",
         metavar="N",
@@ -184,6 +190,14 @@ _ENGINE_OPTIONS = {
         default=default_of(EngineConfig, "gap_ms"),
         help="The same in milliseconds, if that is less.  [default: no bound of the kind]",
     ),
+    "whole_prompt": click.option(
+        "--whole-prompt",
+        metavar="N",
+        type=click.IntRange(min=0),
+        default=default_of(EngineConfig, "whole_prompt"),
+        show_default=True,
+        help="Prompts up to so many tokens are read at once, whatever gap that makes.",
+    ),
     "accuracy": click.option(
         "--accuracy",
         type=click.Choice(get_args(get_type_hints(EngineConfig)["accuracy"])),
@@ -195,7 +209,7 @@ _ENGINE_OPTIONS = {
 
 
 # Those that say what to run on; see docs/providers.md.
-PROVIDER = ("provider", "provider_options", "strict")
+PROVIDER = ("provider", "provider_options", "strict", "kv_copies")
 
 # Those that say how requests share a model; see docs/engine.md.
 SHARING = (
@@ -205,6 +219,7 @@ SHARING = (
     "prefill_chunk",
     "gap_steps",
     "gap_ms",
+    "whole_prompt",
 )
 
 
@@ -215,7 +230,7 @@ def engine_options(*names: str) -> Callable[[Function], Function]:
         @functools.wraps(command)
         def gathered(**values: Any) -> Any:
             engine = {name: values.pop(name) for name in names}
-            for name in ("provider_options", "strict"):
+            for name in ("provider_options", "strict", "kv_copies"):
                 if name in engine and engine[name] is None:
                     engine[name] = default_of(EngineConfig, name)
             try:

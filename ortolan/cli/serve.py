@@ -14,6 +14,7 @@ from ortolan.cli.logs import logs_shown
 from ortolan.cli.options import (
     bundle_argument,
     check_provider_options,
+    copies_option,
     debug_option,
     option_name,
     provider_option,
@@ -52,6 +53,7 @@ _HELP = {
     "prefill_chunk": ("N", "Most prompt tokens that one call reads."),
     "gap_steps": ("X", "How far a prompt may delay running answers, in plain steps."),
     "gap_ms": ("X", "The same in milliseconds.  [default: no such bound]"),
+    "whole_prompt": ("N", "Prompts up to so many tokens are read at once, whatever the gap."),
     "kv_tokens": ("N", "Most tokens whose KV is held.  [default: by free memory]"),
     "prefix_cache_mb": ("N", "MiB for KV of earlier prompts.  [default: by free memory]"),
     "max_waiting": ("N", "Most answers that may wait."),
@@ -60,9 +62,14 @@ _HELP = {
     "accuracy": ("NAME", "default: int8 activations; exact: float32, slower."),
     "provider_options": ("KEY=VALUE", "An option of the provider; can be given again."),
     "strict": ("", "Refuse a provider that leaves compute to the CPU."),
+    "kv_copies": ("", "Take a provider that copies the KV cache at every step."),
 }
 # Options that every command has alike.
-_SHARED = {"provider_options": provider_option, "strict": strict_option}
+_SHARED = {
+    "provider_options": provider_option,
+    "strict": strict_option,
+    "kv_copies": copies_option,
+}
 
 
 # An option that may stand without its value.

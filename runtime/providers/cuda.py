@@ -62,7 +62,10 @@ PROVIDER = Provider(
     ort_name="CUDAExecutionProvider",
     distribution="onnxruntime-gpu",
     capabilities=Capabilities(
-        int8_kv=True, dtypes=("float32", "float16", "bfloat16"), graphs_captured=True
+        slices=True,
+        int8_kv=True,
+        dtypes=("float32", "float16", "bfloat16"),
+        graphs_captured=True,
     ),
     remedy="in an environment of its own: pip install 'onnxruntime-gpu[cuda,cudnn]'",
     extra="cuda",

@@ -155,6 +155,7 @@ def test_every_setting_has_a_type_that_can_be_read() -> None:
             "log_level",
             "self_test",
             "strict",
+            "kv_copies",
         ):  # words
             continue
         if name == "provider_options":  # a mapping
