@@ -24,9 +24,10 @@ from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.chunks import chunk_sizes
 from ortolan.runtime.engine.device import Device
 from ortolan.runtime.engine.device_model import DeviceModel
+from ortolan.runtime.engine.device_opening import check_fit, open_device_model
 from ortolan.runtime.engine.kv_cache import KvCache
 from ortolan.runtime.engine.model import Model
-from ortolan.runtime.engine.opening import open_device_model, open_host_model
+from ortolan.runtime.engine.opening import open_host_model
 from ortolan.runtime.engine.packed import packed_graphs
 from ortolan.runtime.engine.sessions import open_sessions, prefill_graph
 from ortolan.runtime.engine.thread_pool import use_threads
@@ -48,7 +49,7 @@ FULL_SAMPLING: dict[str, Any] = {
 class OpenModel:
     """A model on its own KV slots, and the graphs that its sessions run."""
 
-    model: Model | DeviceModel
+    model: Model | DeviceModel[Any]
     bundle: Bundle
     config: EngineConfig
     paths: dict[str, Path]  # graph name -> file: packed where there is a packed form
@@ -69,13 +70,14 @@ def open_model(path: Path, config: EngineConfig, rows: int, capacity: int) -> Op
     bundle = Bundle.open(path)
     use_threads(config.threads)
     provider = configured_provider(config, ort)
+    check_fit(provider, bundle.manifest, config)
     packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
     sessions = open_sessions(bundle, provider, config.accuracy, packed)
     names = (DECODE, prefill_graph(provider))
     paths = packed or {name: bundle.graph_path(name) for name in names}
     settings, model_config = replace(config, max_slots=rows), bundle.manifest.model
-    model: Model | DeviceModel
-    if provider.on_host:
+    model: Model | DeviceModel[Any]
+    if provider.on_host and provider.capabilities.in_place_kv:
         model = open_host_model(model_config, sessions, settings, capacity)
         fill_with_noise(model.cache, model_config)
     else:
