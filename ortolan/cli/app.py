@@ -28,6 +28,7 @@ from ortolan.cli.output import (
     speak_utf8,
     warnings_shown,
 )
+from ortolan.cli.providers import providers
 from ortolan.cli.serve import serve
 from ortolan.cli.verify import verify
 from ortolan.errors import OrtolanError
@@ -142,5 +143,5 @@ def main() -> None:
     """Llama-style checkpoints as ONNX graphs, and tokens from them."""
 
 
-for _command in (export, generate, chat, serve, client, inspect, verify, bench):
+for _command in (export, generate, chat, serve, client, inspect, verify, providers, bench):
     main.add_command(_command)

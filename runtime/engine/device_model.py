@@ -50,7 +50,7 @@ class _Bound:
             self.generation = values.generation
         for name, array in inputs.items():
             device.bind_input(self.io, name, array)
-        run_bound(self.session, self.io)
+        run_bound(self.session, self.io, device.run_options())
         values.ran()
 
     def logits(self) -> ort.OrtValue:
