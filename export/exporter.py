@@ -13,9 +13,11 @@ from typing import Literal
 import onnx_ir as ir
 
 from ortolan.errors import CheckpointError, ConfigError, UsageError
+from ortolan.export.calibration_text import calibration_windows
 from ortolan.export.gguf_reader import GgufCheckpoint
 from ortolan.export.hf_reader import HfCheckpoint
 from ortolan.export.hf_texts import hf_texts
+from ortolan.export.kv_scales import kv_scales
 from ortolan.export.precision import (
     DEFAULT_QUANTIZATION,
     Quantization,
@@ -33,12 +35,14 @@ from ortolan.graphs.build import FLAVORS, build_decoder_graph
 from ortolan.graphs.flavor import Flavor
 from ortolan.graphs.formats import Formats
 from ortolan.graphs.manifest import (
+    DEFAULT_DTYPES,
     MANIFEST_NAME,
     PACKED_NAME,
     SCHEMA_MAJOR,
     SCHEMA_MINOR,
     TEXT_NAMES,
     WEIGHTS_NAME,
+    Dtypes,
     FileEntry,
     GraphEntry,
     Manifest,
@@ -50,6 +54,7 @@ from ortolan.graphs.manifest import (
 from ortolan.graphs.sample import build_sample_graph
 
 AttentionChoice = Literal["gqa", "onnx"]  # the keys of FLAVORS
+KvChoice = Literal["float", "int8"]
 
 # The rotary tables of a longer context would take gigabytes, mostly for a damaged number.
 MOST_POSITIONS = 1 << 20
@@ -74,6 +79,7 @@ class ExportOptions:
     max_context: positions that the rotary tables cover; None takes the checkpoint's limit.
     force: replace an existing bundle.
     attention: the flavor of the graphs; "gqa" is the fast one, "onnx" has standard operators only.
+    kv: "float" keeps keys and values in what the graphs compute in, "int8" rounds them.
     """
 
     weights: WeightsChoice = "source"
@@ -81,6 +87,7 @@ class ExportOptions:
     force: bool = False
     quantization: Quantization = DEFAULT_QUANTIZATION
     attention: AttentionChoice = "gqa"
+    kv: KvChoice = "float"
 
 
 def export_bundle(
@@ -98,6 +105,11 @@ def export_bundle(
     config = _with_context(path.name, checkpoint.config, options.max_context)
     flavor = FLAVORS[options.attention]
     _check_heads(path.name, config, flavor)
+    dtypes = Dtypes(kv="int8") if options.kv == "int8" else DEFAULT_DTYPES
+    _check_dtypes(dtypes, flavor)
+    windows = None
+    if dtypes.kv == "int8":
+        windows = calibration_windows(texts, config.max_context, "--kv int8")
     formats = choose_formats(checkpoint.formats, config, options.weights, options.quantization)
 
     with published_folder(target, force=options.force, replaceable=_BUNDLE_NAMES) as folder:
@@ -109,7 +121,10 @@ def export_bundle(
                     progress(item.name, done, len(items))
                 writer.run(item)
         files = {WEIGHTS_NAME: file.entry}
-        graphs = _write_graphs(folder, config, formats, flavor, file.tensors, files)
+        tensors: dict[str, ir.TensorProtocol] = dict(file.tensors)
+        if windows is not None:
+            tensors |= kv_scales(checkpoint, config, windows)
+        graphs = _write_graphs(folder, config, formats, flavor, dtypes, tensors, files)
         for name, text in texts.items():
             (folder / name).write_bytes(text)
             files[name] = file_entry(folder / name)
@@ -125,6 +140,7 @@ def export_bundle(
             files=files,
             source=Source(source_name(path), checkpoint.format_name, _hash(checkpoint.files)),
             rounded_from=rounded_from(checkpoint.formats, formats),
+            dtypes=dtypes,
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
@@ -180,12 +196,22 @@ def _check_heads(file: str, config: ModelConfig, flavor: Flavor) -> None:
             )
 
 
+def _check_dtypes(dtypes: Dtypes, flavor: Flavor) -> None:
+    if dtypes.kv not in flavor.kv_dtypes:
+        able = [other.name for other in FLAVORS.values() if dtypes.kv in other.kv_dtypes]
+        raise UsageError(
+            f"--kv {dtypes.kv} is not possible with --attention {flavor.name}, whose operators "
+            f"know no such cache; take --attention {able[0]}"
+        )
+
+
 def _write_graphs(
     folder: Path,
     config: ModelConfig,
     formats: Formats,
     flavor: Flavor,
-    tensors: Mapping[str, ir.ExternalTensor],
+    dtypes: Dtypes,
+    tensors: Mapping[str, ir.TensorProtocol],
     files: dict[str, FileEntry],
 ) -> dict[str, GraphEntry]:
     entries = {}
@@ -193,7 +219,7 @@ def _write_graphs(
         if name == c.SAMPLE:
             model = build_sample_graph(config.vocab_size)
         else:
-            model = build_decoder_graph(name, config, formats, tensors, flavor)
+            model = build_decoder_graph(name, config, formats, tensors, flavor, dtypes)
         path = folder / f"{name}.onnx"
         ir.save(model, path)
         files[path.name] = file_entry(path)

@@ -13,7 +13,7 @@ from ortolan.graphs.attention_onnx import ONNX
 from ortolan.graphs.decoder import Decoder
 from ortolan.graphs.flavor import Flavor
 from ortolan.graphs.formats import Formats
-from ortolan.graphs.manifest import ModelConfig
+from ortolan.graphs.manifest import DEFAULT_DTYPES, Dtypes, ModelConfig
 
 IR_VERSION = 10  # the newest that onnxruntime 1.24, the oldest provider wheel in use, loads
 
@@ -23,10 +23,13 @@ _DTYPES = {
     "int32": ir.DataType.INT32,
     "int64": ir.DataType.INT64,
     "float32": ir.DataType.FLOAT,
+    "int8": ir.DataType.INT8,
 }
 
 
-def decoder_contract(name: str, config: ModelConfig) -> c.GraphContract:
+def decoder_contract(
+    name: str, config: ModelConfig, dtypes: Dtypes = DEFAULT_DTYPES
+) -> c.GraphContract:
     """The contract of one decoder graph for this model."""
     return c.decoder_contract(
         name,
@@ -34,6 +37,7 @@ def decoder_contract(name: str, config: ModelConfig) -> c.GraphContract:
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        kv_dtype=dtypes.kv,
     )
 
 
@@ -43,6 +47,7 @@ def build_decoder_graph(
     formats: Formats,
     tensors: Mapping[str, ir.TensorProtocol],
     flavor: Flavor = GQA,
+    dtypes: Dtypes = DEFAULT_DTYPES,
 ) -> ir.Model:
     """The `decode`, `prefill` or `prefill_ragged` graph.
 
@@ -51,7 +56,7 @@ def build_decoder_graph(
     graphs are then equal, and one serves both.
     Raises KeyError for a missing tensor and ValueError for one of another shape or dtype.
     """
-    contract = decoder_contract(name, config)
+    contract = decoder_contract(name, config, dtypes)
     graph = ir.Graph([], [], nodes=[], name=name, opset_imports=dict(flavor.opsets))
     builder = GraphBuilder(graph)
     values = {
@@ -62,7 +67,7 @@ def build_decoder_graph(
         (values[c.past_name(i, "key")], values[c.past_name(i, "value")])
         for i in range(config.num_layers)
     ]
-    decoder = Decoder(config, formats, flavor)
+    decoder = Decoder(config, formats, flavor, dtypes)
     logits, present = decoder(
         builder.op,
         values[c.INPUT_IDS],

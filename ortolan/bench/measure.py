@@ -68,7 +68,12 @@ def open_model(path: Path, config: EngineConfig, rows: int, capacity: int) -> Op
     names = (DECODE, prefill_graph(provider))
     paths = packed or {name: bundle.graph_path(name) for name in names}
     min_rows = 2 if config.accuracy == "exact" else 1
-    cache = KvCache(bundle.manifest.model, max(rows, min_rows), capacity + capacity % 2)
+    cache = KvCache(
+        bundle.manifest.model,
+        max(rows, min_rows),
+        capacity + capacity % 2,
+        bundle.manifest.dtypes.kv,
+    )
     fill_with_noise(cache, bundle.manifest.model)
     model = Model(bundle.manifest.model, sessions, cache, min_rows)
     return OpenModel(model, bundle, config, paths)
@@ -77,10 +82,14 @@ def open_model(path: Path, config: EngineConfig, rows: int, capacity: int) -> Op
 def fill_with_noise(cache: KvCache, config: ModelConfig) -> None:
     """Random keys and values of ordinary size in every position of every slot."""
     noise = np.random.default_rng(0).standard_normal(config.head_dim * 256, dtype=np.float32)
+    if cache.dtype == "int8":
+        noise *= 40  # a third of the largest code
+    if cache.dtype == "bfloat16":  # the upper half of a float32
+        noise = (noise.view(np.uint32) >> 16).astype(np.float32)
     for layer in range(config.num_layers):
         for part in (0, 1):
             rows = cache.rows(layer, part, 0, cache.slots)
-            np.copyto(rows.reshape(-1), np.resize(noise, rows.size))
+            np.copyto(rows.reshape(-1), np.resize(noise, rows.size), casting="unsafe")
 
 
 class Bench:

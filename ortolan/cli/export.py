@@ -70,6 +70,12 @@ _FORMATS = click.Choice(get_args(WeightsChoice))
     help="gqa: the fast form; onnx: operators of the ONNX standard only, slower.  [default: gqa]",
 )
 @click.option(
+    "--kv",
+    type=click.Choice(["float", "int8"]),
+    help="float: keys and values are kept as they are computed; int8: rounded, with scales from "
+    "a calibration text.  [default: float]",
+)
+@click.option(
     "--report/--no-report",
     default=True,
     help="Measure what quantized weights cost against float32.",
@@ -87,6 +93,7 @@ def export(
     embedding: WeightsChoice | None,
     max_context: int | None,
     attention: str | None,
+    kv: str | None,
     report: bool,
     force: bool,
     as_json: bool,
@@ -103,6 +110,7 @@ def export(
         "weights": weights,
         "max_context": max_context,
         "attention": attention,
+        "kv": kv,
         "force": force,
         "quantization": Quantization(block_size, symmetric, lm_head, embedding),
     }

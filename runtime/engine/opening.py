@@ -35,10 +35,11 @@ def open_engine(
     sessions = _open_sessions(bundle, provider, config)
     # At accuracy level 1 a single row must not decode alone (rule 1d).
     min_rows = 2 if config.accuracy == "exact" else 1
-    capacity = padded_capacity(context, model_config.head_dim)
-    cache = KvCache(model_config, max(config.max_slots, min_rows), capacity)
+    kv_dtype = bundle.manifest.dtypes.kv
+    capacity = padded_capacity(context, model_config.head_dim, kv_dtype)
+    cache = KvCache(model_config, max(config.max_slots, min_rows), capacity, kv_dtype)
     num_valid = min(tokenizer.vocab_size, model_config.vocab_size)
-    token_bytes = bytes_per_token(model_config)
+    token_bytes = bytes_per_token(model_config, kv_dtype)
     free = free_memory_bytes()
     kv_budget = config.kv_tokens
     if kv_budget is None:
