@@ -134,7 +134,10 @@ class WeightsWriter:
     def _projection(self, role: str, projection: Projection) -> Item:
         def write() -> Written:
             name, fmt = projection.name, projection.format
-            if fmt.blocked:
+            if fmt.w8a8:
+                weight = stack_rows([self._read(part) for part in projection.parts])
+                size = self._add_blocks(name, weight, weight.codes.T, lambda a: a[:, 0])
+            elif fmt.blocked:
                 weight = stack_rows([self._read(part) for part in projection.parts])
                 size = self._add_blocks(name, weight, weight.codes.T, lambda a: a.T)
             else:
