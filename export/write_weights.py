@@ -28,8 +28,8 @@ from ortolan.graphs.formats import (
     plan_layer,
 )
 from ortolan.graphs.linear import ONNX_DTYPES
-from ortolan.graphs.manifest import ModelConfig, RopeName, WeightGroup
-from ortolan.graphs.rotary import rope_tables, rotary_table
+from ortolan.graphs.manifest import ModelConfig, WeightGroup
+from ortolan.graphs.rotary import config_rotary_tables, rope_tables
 
 
 class Checkpoint(Protocol):
@@ -199,24 +199,11 @@ class WeightsWriter:
     def _rotary(self) -> Written:
         elements = size = 0
         for rope in self._config.ropes:
-            for name, table in zip(rope_tables(rope), self._rotary_tables(rope), strict=True):
+            tables = config_rotary_tables(self._config, rope, self._config.max_context)
+            for name, table in zip(rope_tables(rope), tables, strict=True):
                 size += self._file.add(f"model.{name}", table, ir.DataType.FLOAT)
                 elements += table.size
         return Written(WeightFormat("float32"), elements, size)
-
-    def _rotary_tables(self, rope: RopeName) -> tuple[Array, Array]:
-        config = self._config
-        dim = config.rotary_dim or config.head_dim
-        if rope == "local":
-            assert config.window_rope_theta is not None
-            return rotary_table(dim, config.max_context, config.window_rope_theta)
-        return rotary_table(
-            dim,
-            config.max_context,
-            config.rope_theta,
-            config.rope_divisors,
-            config.rope_magnitude,
-        )
 
 
 def float_rows(weight: Weight, fmt: WeightFormat) -> Iterator[Array]:
