@@ -93,9 +93,8 @@ def _open(
     path: Path, model: bytes | str, options: ort.SessionOptions, provider: Provider
 ) -> ort.InferenceSession:
     try:
-        return ort.InferenceSession(
-            model, options, providers=[(provider.ort_name, dict(provider.options))]
-        )
+        session: ort.InferenceSession = provider.open_session(ort, model, options)
+        return session
     except Exception as exc:
         raise EngineError(
             f"{path}: onnxruntime {ort.__version__} cannot load it for provider {provider.name}: "
