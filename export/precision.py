@@ -129,12 +129,13 @@ def _format(
     return WeightFormat(choice, block_size, affine=quantization.symmetric is False)
 
 
-def rounded_from(source: Formats, stored: Formats) -> list[str]:
+def rounded_from(source: Formats, *stored: Formats) -> list[str]:
     """The precisions of those source weights that are stored rounded, sorted."""
     return sorted(
         {
             str(fmt)
             for name, fmt in source.items()
-            if stored[name] != fmt and (stored[name].blocked or stored[name].w8a8)
+            for other in {formats[name] for formats in stored} - {fmt}
+            if other.blocked or other.w8a8
         }
     )

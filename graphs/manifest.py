@@ -136,13 +136,17 @@ class GraphEntry:
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Weights of one role and precision, with their bytes in the weights file."""
+    """Weights of one role and precision, with their bytes in the weights file.
+
+    phase: "decode" or "prefill" in a bundle whose phases differ. What both use is decode's.
+    """
 
     role: str  # embedding, attention, mlp, norm, head
     precision: str  # "float32", "int4 block 32 + offsets", ...
     tensors: int
     elements: int
     bytes: int
+    phase: str = ""
 
 
 @dataclass(frozen=True)
