@@ -13,6 +13,7 @@ from typing import Literal
 import onnx_ir as ir
 
 from ortolan.errors import CheckpointError, ConfigError, UsageError
+from ortolan.export.calibration_text import calibration_text, calibration_windows
 from ortolan.export.gguf_reader import GgufCheckpoint
 from ortolan.export.hf_reader import HfCheckpoint
 from ortolan.export.hf_texts import hf_texts
@@ -24,6 +25,7 @@ from ortolan.export.precision import (
     rounded_from,
 )
 from ortolan.export.publish import published_folder
+from ortolan.export.smooth import has_w8a8, smoothed
 from ortolan.export.sources import find_source, source_name
 from ortolan.export.tokenizer import tokenizer_files
 from ortolan.export.weights_file import WeightsFile
@@ -70,6 +72,7 @@ class ExportOptions:
     """weights: "source" keeps the checkpoint's precision exactly, "float32" expands it, "int8" and
     "int4" round it to blocks, quantization says how; "w8a8" rounds activations too.
     prefill_weights, decode_weights: what one phase has instead.
+    calibration: a text file to smooth w8a8 weights by; None takes the one that is shipped.
     max_context: positions that the rotary tables cover; None takes the checkpoint's limit.
     force: replace an existing bundle.
     attention: the flavor of the graphs; "gqa" is the fast one, "onnx" has standard operators only.
@@ -78,6 +81,7 @@ class ExportOptions:
     weights: WeightsChoice = "source"
     prefill_weights: WeightsChoice | None = None
     decode_weights: WeightsChoice | None = None
+    calibration: Path | None = None
     max_context: int | None = None
     force: bool = False
     quantization: Quantization = DEFAULT_QUANTIZATION
@@ -106,6 +110,14 @@ def export_bundle(
         options.decode_weights or options.weights,
         options.quantization,
     )
+    if any(has_w8a8(phase) for phase in phases):
+        text, name = calibration_text(options.calibration), "the calibration text"
+        most, vocab = config.max_context, config.vocab_size
+        windows = calibration_windows(text, texts, most, vocab, name)
+        phases = [
+            smoothed(phase, config, windows, progress) if has_w8a8(phase) else phase
+            for phase in phases
+        ]
 
     with published_folder(target, force=options.force, replaceable=_BUNDLE_NAMES) as folder:
         with WeightsFile(folder / WEIGHTS_NAME) as file:
