@@ -21,6 +21,7 @@ class Capabilities:
     in_place_kv: past and present may be one buffer; without it every step copies the cache.
     slices: a part of an array in its memory can be bound, as on the host. Without it decode runs
     over all slots, and a graph moves them.
+    ragged_decode: rows of different lengths decode in one call; without it one call each.
     most_prefill_tokens: most tokens of one prefill call that come out right; None: any number.
     int8_kv: attention reads a quantized cache. flavors, dtypes: of the bundles that it runs.
     """
@@ -29,6 +30,7 @@ class Capabilities:
     packs_weights: bool = False
     in_place_kv: bool = True
     slices: bool = False
+    ragged_decode: bool = True
     most_prefill_tokens: int | None = None
     int8_kv: bool = False
     flavors: tuple[Flavor, ...] = ("gqa", "onnx")
@@ -74,4 +76,9 @@ class Provider:
         """
         if not self.memory_pattern:
             options.enable_mem_pattern = False
-        return ort.InferenceSession(model, options, providers=[(self.ort_name, dict(self.options))])
+        return ort.InferenceSession(
+            model,
+            options,
+            providers=[(self.ort_name, dict(self.options))],
+            enable_fallback=0,  # or a provider that fails to start is replaced by the CPU
+        )

@@ -8,7 +8,8 @@ PROVIDER = Provider(
     name="webgpu",
     ort_name="WebGpuExecutionProvider",
     distribution="onnxruntime-webgpu",
-    capabilities=Capabilities(flavors=("gqa",), dtypes=("float32", "float16")),
+    # In 1.27 its attention takes the largest length for that of every row.
+    capabilities=Capabilities(ragged_decode=False, flavors=("gqa",), dtypes=("float32", "float16")),
     remedy="in an environment of its own: pip install onnxruntime-webgpu",
     device="webgpu",
 )
