@@ -8,6 +8,8 @@ candidates, so the error is never larger than its. Some inputs may weigh more th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -33,6 +35,8 @@ def quantize(weight: Weight, fmt: WeightFormat) -> Weight:
     large the matrix. Raises CheckpointError if an element is not finite.
     """
     rows, columns = weight.codes.shape
+    if fmt.w8a8:  # a row is one block
+        return replace(quantize(weight, WeightFormat(fmt.dtype, columns)), format=fmt)
     blocks = fmt.num_blocks(columns)
     codes: Array = np.empty((rows, columns), np.int8)
     scale: Floats = np.empty((rows, blocks), np.float32)
