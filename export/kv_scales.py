@@ -15,9 +15,10 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortolan.export.calibration import Ids, LayerRunner, LayerWeights, Tap
+from ortolan.export.weights_file import WeightsFile
 from ortolan.export.write_weights import Checkpoint
 from ortolan.graphs.formats import layer_name
-from ortolan.graphs.manifest import ModelConfig, RopeName
+from ortolan.graphs.manifest import ModelConfig, RopeName, WeightGroup
 from ortolan.graphs.rotary import config_rotary_tables
 
 Floats = npt.NDArray[np.float32]
@@ -26,9 +27,7 @@ _MOST = 127.0  # of a code, either way
 _SMALLEST = 1e-12  # a dimension that was always zero still divides
 
 
-def kv_scales(
-    checkpoint: Checkpoint, config: ModelConfig, windows: Ids
-) -> dict[str, ir.TensorProtocol]:
+def kv_scales(checkpoint: Checkpoint, config: ModelConfig, windows: Ids) -> dict[str, Floats]:
     """The graphs' `k_scale` and `v_scale` of every layer, float32 [kv_heads, 1, head_dim].
 
     windows: token ids [windows, chunk], each read as a context of its own. Raises what running
@@ -36,7 +35,7 @@ def kv_scales(
     """
     runner = LayerRunner(checkpoint, config, windows)
     hidden = runner.embedded()
-    found: dict[str, ir.TensorProtocol] = {}
+    found: dict[str, Floats] = {}
     for layer in range(config.num_layers):
         weights = runner.weights(layer)
         largest = _Largest(config, layer, weights)
@@ -44,8 +43,18 @@ def kv_scales(
         for name, values in (("k_scale", largest.key), ("v_scale", largest.value)):
             full = f"{layer_name(layer, 'self_attn')}.{name}"
             scale = np.maximum(values, _SMALLEST) / _MOST
-            found[full] = ir.tensor(scale[:, None].astype(np.float32), name=full)
+            found[full] = scale[:, None].astype(np.float32)
     return found
+
+
+def write_scales(
+    scales: Mapping[str, Floats], file: WeightsFile
+) -> tuple[dict[str, ir.ExternalTensor], list[WeightGroup]]:
+    """Write them for all graphs: references by name, and what was written, if anything."""
+    sizes = [file.add(name, array, ir.DataType.FLOAT) for name, array in scales.items()]
+    elements = sum(array.size for array in scales.values())
+    group = WeightGroup("kv scales", "float32", len(scales), elements, sum(sizes))
+    return {name: file.tensors[name] for name in scales}, [group] if scales else []
 
 
 class _Largest:

@@ -40,6 +40,20 @@ _ACTIVATIONS: Mapping[str, Callable[[Any, ir.Value], ir.Value]] = {
 }
 
 
+def _picked(op: Any, x: ir.Value, index: ir.Value, *, one_row: bool) -> ir.Value:
+    """x [batch, chunk, hidden] at index [batch, n] -> [batch, n, hidden].
+
+    By operators that need no constant: with one more initializer than decode, ONNX Runtime would
+    order prefill's weights otherwise, and the packed files of the two could not be shared.
+    one_row: batch is 1; every provider takes this form, and not every one the other.
+    """
+    if one_row:
+        return op.Gather(x, op.Reshape(index, op.Shape(index, start=1)), axis=1)
+    index = op.Cast(index, to=ir.DataType.INT64)
+    index = op.ConcatFromSequence(op.SequenceConstruct(index), axis=-1, new_axis=1)
+    return op.GatherND(x, index, batch_dims=1)
+
+
 def _softcapped(op: Any, x: ir.Value, cap: float) -> ir.Value:
     """cap * tanh(x / cap); x itself where the cap is 0."""
     return op.Mul(op.Tanh(op.Div(x, cap)), cap) if cap else x
@@ -200,12 +214,7 @@ class Decoder(nn.Module):
         x, present = self.model(op, ids, seqlens_k, total_sequence_length, query_seqlens, past)
         if logits_index is not None:
             # The vocabulary is the widest product: only the wanted rows take part in it.
-            # A new last dimension by operators that need no constant: with one more initializer
-            # than decode, ONNX Runtime would order prefill's weights otherwise, and the packed
-            # files of the two could not be shared.
-            index = op.Cast(logits_index, to=ir.DataType.INT64)
-            index = op.ConcatFromSequence(op.SequenceConstruct(index), axis=-1, new_axis=1)
-            x = op.GatherND(x, index, batch_dims=1)
+            x = _picked(op, x, logits_index, one_row=query_seqlens is None)
         normed, _ = self.norm(op, x)
         if self.config.tie_embeddings:
             logits = self.lm_head(op, normed)

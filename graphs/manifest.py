@@ -26,6 +26,7 @@ SCHEMA_MINOR = 3
 MANIFEST_NAME = "manifest.json"
 WEIGHTS_NAME = "weights.bin"
 PACKED_NAME = ".packed"  # the runtime's cache of packed weights
+W8A8_PRECISION = "int8 per channel, activations int8 per token"
 TEXT_NAMES = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
 _HASH_CHUNK = 1 << 20
 
@@ -137,13 +138,17 @@ class GraphEntry:
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Weights of one role and precision, with their bytes in the weights file."""
+    """Weights of one role and precision, with their bytes in the weights file.
+
+    phase: "decode" or "prefill" in a bundle whose phases differ. What both use is decode's.
+    """
 
     role: str  # embedding, attention, mlp, norm, head
     precision: str  # "float32", "int4 block 32 + offsets", ...
     tensors: int
     elements: int
     bytes: int
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -227,8 +232,13 @@ class Manifest:
 
     @property
     def quantized(self) -> bool:
-        """Whether some weights are stored as codes in blocks."""
-        return any(" block " in group.precision for group in self.weights)
+        """Whether some weights are stored as integer codes."""
+        return self.w8a8 or any(" block " in group.precision for group in self.weights)
+
+    @property
+    def w8a8(self) -> bool:
+        """Whether some products are of integers, with activations rounded to 8 bits."""
+        return any(group.precision == W8A8_PRECISION for group in self.weights)
 
     def to_json(self) -> str:
         """The text of manifest.json."""

@@ -128,6 +128,9 @@ class MockSampler:
     def sample(self, logits: np.ndarray, rows: Sequence[SamplerRow]) -> list[Sampled | EngineError]:
         return [self._one(logits[index].copy(), row) for index, row in enumerate(rows)]
 
+    def finite(self, logits: np.ndarray) -> bool:
+        return bool(np.isfinite(logits).all())
+
     def score(self, logits: np.ndarray, token_ids: Sequence[int], count: int) -> list[Sampled]:
         if not np.isfinite(logits).all():
             raise not_finite()

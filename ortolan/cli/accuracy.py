@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ortolan.errors import EngineError, MissingDependencyError, UsageError
 from ortolan.graphs.manifest import AccuracyReport, Manifest, TextAccuracy
 from ortolan.optional import require
+from ortolan.runtime.reference import FloatArray, kl_rows, log_softmax
 
 if TYPE_CHECKING:
     from ortolan.runtime.llm import LLM
 
-FloatArray = npt.NDArray[np.floating[Any]]
 Progress = Callable[[str, int, int], None]
 
 # Our own words, shipped for this alone: name, file, and the most tokens that are read of it.
@@ -38,21 +37,6 @@ REFERENCE = "the source's weights in float32"
 _WINDOW = 512  # tokens that are read together
 _LOGITS_BYTES = 64 << 20  # of one model's logits at a time
 _ROWS = 16  # positions whose distributions are float64 at a time
-
-
-def log_softmax(logits: FloatArray) -> npt.NDArray[np.float64]:
-    """Log-probabilities of rows of logits [..., vocab], float64."""
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
-
-
-def kl_divergence(reference: FloatArray, ours: FloatArray) -> float:
-    """KL(reference || ours) in nats of the distributions that two rows of logits stand for."""
-    return float(_kl_rows(log_softmax(reference), log_softmax(ours)))
-
-
-def _kl_rows(log_p: FloatArray, log_q: FloatArray) -> FloatArray:
-    return np.asarray(np.sum(np.exp(log_p) * (log_p - log_q), axis=-1))
 
 
 @dataclass
@@ -70,7 +54,7 @@ class Divergences:
             part = slice(start, start + _ROWS)
             log_p, log_q = log_softmax(reference[part]), log_softmax(ours[part])
             index = np.arange(len(log_p)), np.asarray(targets[part])
-            self.kl += _kl_rows(log_p, log_q).tolist()
+            self.kl += kl_rows(log_p, log_q).tolist()
             self.same_top += (log_p.argmax(-1) == log_q.argmax(-1)).tolist()
             self.loss += (-log_q[index]).tolist()
             self.reference_loss += (-log_p[index]).tolist()

@@ -18,31 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortolan.cli.accuracy import FloatArray, kl_divergence
 from ortolan.errors import UsageError
 from ortolan.runtime.params import SamplingParams
+from ortolan.runtime.reference import (
+    FloatArray,
+    Limits,
+    equal_from_start,
+    failures_of,
+    kl_divergence,
+    owed_tokens,
+)
 
 if TYPE_CHECKING:
     from ortolan.runtime.llm import LLM
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a case must keep to, besides its prompt ids and the greedy tokens that are owed.
-
-    None: not judged. KL is in nats, of the whole last row.
-    """
-
-    max_abs_error: float | None
-    kl: float | None
-
-
-# KL at default accuracy: 0.003 to 0.017 were measured on the seven cases of SmolLM2-135M with its
-# Q4_1 weights, where 0.35 was the mean of weights rounded a second time, to symmetric int4.
-LIMITS = {
-    "exact": Limits(max_abs_error=2e-3, kl=None),
-    "default": Limits(max_abs_error=None, kl=0.05),
-}
 
 
 @dataclass(frozen=True)
@@ -148,14 +136,7 @@ def check_case(llm: LLM, case: GoldenCase, limits: Limits) -> CaseResult:
     failures = []
     if not prompt_equal:
         failures.append("the tokenizer or the chat template gives other prompt ids")
-    # Written so that NaN fails.
-    if limits.max_abs_error is not None and not max_abs_error <= limits.max_abs_error:
-        failures.append(f"logits are off by {max_abs_error:.2g}, allowed {limits.max_abs_error:g}")
-    if limits.kl is not None and kl is not None and not kl <= limits.kl:
-        failures.append(f"KL is {kl:.2g}, allowed {limits.kl:g}")
-    if equal < owed:
-        found = generated[equal] if equal < len(generated) else "missing"
-        failures.append(f"greedy token {equal} is {found}, expected {case.greedy_ids[equal]}")
+    failures += failures_of(limits, max_abs_error, kl, case.greedy_ids[:owed], generated)
     return CaseResult(
         name=case.name,
         prompt_equal=prompt_equal,
@@ -167,26 +148,6 @@ def check_case(llm: LLM, case: GoldenCase, limits: Limits) -> CaseResult:
         greedy_stated=len(case.greedy_ids),
         failures=tuple(failures),
     )
-
-
-def owed_tokens(gaps: Sequence[float], max_abs_error: float) -> int:
-    """How many leading greedy tokens must match.
-
-    An error of e on every logit can turn the order of two that lie at most 2 e apart; what
-    follows such a step may rightly differ, so nothing after it is counted.
-    """
-    owed = 0
-    while owed < len(gaps) and gaps[owed] > 2 * max_abs_error:
-        owed += 1
-    return owed
-
-
-def equal_from_start(expected: Sequence[int], found: Sequence[int]) -> int:
-    """The length of the common beginning."""
-    equal = 0
-    while equal < min(len(expected), len(found)) and expected[equal] == found[equal]:
-        equal += 1
-    return equal
 
 
 def _prompt_ids(llm: LLM, case: GoldenCase) -> list[int]:

@@ -36,6 +36,7 @@ _HELP = {
     "heartbeat_timeout": ("S", "Seconds that a step may take before the server is not ready."),
     "chat_page": ("on|off", "A page to chat with, at / over HTTP."),
     "drain_delay": ("S", "Seconds after a first signal until new requests are refused."),
+    "self_test": ("on|off", "Compare with the CPU's results before saying ready."),
     "provider": ("NAME", "The execution provider to run on, such as cpu."),
     "threads": ("N", "Threads to compute with.  [default: the cores that may be used]"),
     "cache_dir": ("FOLDER", "Where packed weights are kept.  [default: in the bundle]"),
@@ -51,6 +52,10 @@ _HELP = {
     "priority_patience": ("N", "How many may overtake a request that waits."),
     "accuracy": ("NAME", "default: int8 activations; exact: float32, slower."),
 }
+
+
+# An option that may stand without its value.
+_ALONE_IT_IS_ON: dict[str, Any] = {"is_flag": False, "flag_value": "on"}
 
 
 class _Value(click.ParamType[Any]):
@@ -81,6 +86,7 @@ def _setting_options(command: Function) -> Function:
             type=_Value(name),
             metavar=_metavar(name, metavar),
             help=text + shown,
+            **(_ALONE_IT_IS_ON if name == "self_test" else {}),
         )(command)
     return command
 

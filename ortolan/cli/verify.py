@@ -16,6 +16,7 @@ from ortolan.errors import BundleError, UsageError
 if TYPE_CHECKING:
     from ortolan.cli.golden import CaseResult
     from ortolan.graphs.manifest import AccuracyReport, Manifest
+    from ortolan.runtime.reference import Outcome
 
 
 @click.command(short_help="Check a bundle's files and results.")
@@ -38,6 +39,8 @@ def verify(
     bundle: Path, golden: Path | None, source: str | None, engine: dict[str, Any], as_json: bool
 ) -> None:
     """Check every file of BUNDLE against its manifest, and its results against a reference.
+
+    Without --golden, another provider than cpu is compared with what cpu gives at exact accuracy.
 
     Exit status 1 if a file is damaged, a case fails, or the mean KL from SOURCE in float32 is far
     above the manifest's. A greedy token is owed while the reference's best logit leads by more
@@ -65,7 +68,15 @@ def verify(
             }
         else:
             _print_results(reference, engine["accuracy"], results)
+    outcomes: list[Outcome] = []
+    if golden is None and engine["provider"] != "cpu" and not damage:
+        outcomes = _compare_with_cpu(bundle, engine)
+        if as_json:
+            report["cpu"] = [dataclasses.asdict(outcome) for outcome in outcomes]
+        else:
+            _print_outcomes(engine, outcomes)
     failed = [result.name for result in results if result.failures]
+    failed += [outcome.name for outcome in outcomes if outcome.failures]
     worse = None
     if source is not None and not damage:
         found = _measure(bundle, manifest, source, engine)
@@ -81,8 +92,9 @@ def verify(
         more = f" (and {len(damage) - 1} more)" if len(damage) > 1 else ""
         raise BundleError(f"{damage[0]}{more}; export the bundle again")
     if failed:
+        count = len(results) + len(outcomes)
         raise BundleError(
-            f"{bundle}: {len(failed)} of {len(results)} cases differ from the reference: "
+            f"{bundle}: {len(failed)} of {count} cases differ from the reference: "
             f"{', '.join(failed)}"
         )
     if worse is not None:
@@ -148,7 +160,8 @@ def worse_than_stored(found: AccuracyReport, manifest: Manifest) -> str | None:
 
 def _compare(bundle: Path, golden: Path, engine: dict[str, Any]) -> tuple[str, list[CaseResult]]:
     import ortolan
-    from ortolan.cli.golden import LIMITS, check_case, check_vocabulary, read_golden
+    from ortolan.cli.golden import check_case, check_vocabulary, read_golden
+    from ortolan.runtime.reference import LIMITS
 
     reference, cases = read_golden(golden)
     with ortolan.load(bundle, **engine) as llm:
@@ -156,8 +169,39 @@ def _compare(bundle: Path, golden: Path, engine: dict[str, Any]) -> tuple[str, l
         return reference, [check_case(llm, case, LIMITS[engine["accuracy"]]) for case in cases]
 
 
+def _compare_with_cpu(bundle: Path, engine: dict[str, Any]) -> list[Outcome]:
+    from ortolan.runtime.bundle import Bundle
+    from ortolan.runtime.engine.opening import open_engine
+    from ortolan.runtime.params import EngineConfig
+    from ortolan.runtime.reference import LIMITS, compare, expected_by_cpu
+    from ortolan.runtime.text.no_tokenizer import open_tokenizer
+
+    opened, config = Bundle.open(bundle), EngineConfig(**engine)
+    tokenizer = open_tokenizer(opened)
+    cases = expected_by_cpu(opened, config, tokenizer)
+    return compare(open_engine(opened, config, tokenizer), cases, LIMITS[config.accuracy])
+
+
+def _print_outcomes(engine: dict[str, Any], outcomes: list[Outcome]) -> None:
+    write(f"provider {engine['provider']} against cpu, accuracy exact\n")
+    write_table(
+        ("case", "max error", "KL", "greedy", "status"),
+        [
+            (
+                one.name,
+                f"{one.max_abs_error:.2e}",
+                f"{one.kl:.2e}",
+                f"{one.greedy_equal}/{one.greedy_owed} owed",
+                "; ".join(one.failures) or "ok",
+            )
+            for one in outcomes
+        ],
+        numbers=(1, 2),
+    )
+
+
 def _print_results(reference: str, accuracy: str, results: list[CaseResult]) -> None:
-    from ortolan.cli.golden import LIMITS
+    from ortolan.runtime.reference import LIMITS
 
     limits = LIMITS[accuracy]
     allowed = [

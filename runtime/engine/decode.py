@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ortolan.errors import EngineError
+from ortolan.runtime.engine.device_logits import Logits
 from ortolan.runtime.engine.emit import Emitter
 from ortolan.runtime.engine.life import Choice, State
 from ortolan.runtime.engine.pace import Pace
-from ortolan.runtime.engine.sampler_row import FloatArray
 from ortolan.runtime.engine.scheduler import Scheduler
 from ortolan.runtime.engine.seams import ModelSeam
 
@@ -52,7 +52,7 @@ class DecodePhase:
         self._pace.decoded(rows, self._clock() - began, beside_prompt=beside_prompt)
         self._scheduler.close_gap(rows)
 
-    def _feed(self, choices: list[Choice], first: int, rows: int) -> FloatArray:
+    def _feed(self, choices: list[Choice], first: int, rows: int) -> Logits:
         """Decode the choices' next tokens, over the slots from `first` on; logits [rows, vocab].
 
         Rows of other slots run as well. They write where their slot's next token will be, which
@@ -84,7 +84,7 @@ class DecodePhase:
             else:
                 self._sample([choice], logits, first)
 
-    def _sample(self, choices: list[Choice], logits: FloatArray, first: int) -> None:
+    def _sample(self, choices: list[Choice], logits: Logits, first: int) -> None:
         """Draw for the choices that have fed their last token; logits from slot `first` on."""
         for choice in choices:
             choice.stored += 1

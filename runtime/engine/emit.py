@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from ortolan.errors import EngineError
+from ortolan.runtime.engine.device_logits import Logits
 from ortolan.runtime.engine.life import ENDED, Choice
 from ortolan.runtime.engine.sampler import Sampled
-from ortolan.runtime.engine.sampler_row import FloatArray
 from ortolan.runtime.engine.scheduler import Scheduler
 from ortolan.runtime.engine.seams import SamplerSeam
 from ortolan.runtime.params import FinishReason, PositionLogprobs, TokenEvent, Usage
@@ -37,7 +35,7 @@ class Emitter:
         self.completion_tokens = 0
         self.seconds = 0.0
 
-    def draw(self, choices: Sequence[Choice], logits: FloatArray) -> None:
+    def draw(self, choices: Sequence[Choice], logits: Logits) -> None:
         """A token for each choice from logits [rows, vocab].
 
         A choice whose logits are not fails with its request, and no other does.
@@ -57,7 +55,7 @@ class Emitter:
                 self._emit(choice, sampled)
         self.seconds += self._clock() - began
 
-    def score(self, choice: Choice, logits: FloatArray) -> None:
+    def score(self, choice: Choice, logits: Logits) -> None:
         """Add logprobs of the prompt's tokens after the positions [n, vocab] just read."""
         known = choice.prompt_logprobs
         first = choice.stored - len(logits) + 1  # the token that the first of them predicts
@@ -75,6 +73,10 @@ class Emitter:
             return
         known += [self._logprobs(score)[0] for score in scores]
         self.seconds += self._clock() - began
+
+    def finite(self, logits: Logits) -> bool:
+        """Whether logits [1, vocab] are."""
+        return self._sampler.finite(logits)
 
     def finish(self, choice: Choice, reason: FinishReason) -> None:
         """End a request for no tokens, whose prompt has been read if it is to be scored."""
@@ -129,6 +131,6 @@ class Emitter:
             self._scheduler.finish(choice, reason)
 
 
-def repeated(logits: FloatArray, rows: int) -> FloatArray:
+def repeated(logits: Logits, rows: int) -> Logits:
     """Logits [1, vocab] for several choices that start alike."""
-    return logits if rows == 1 else np.repeat(logits, rows, axis=0)
+    return logits if rows == 1 else logits[[0] * rows]

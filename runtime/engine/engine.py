@@ -11,6 +11,7 @@ import numpy as np
 from ortolan.errors import CancelledError, EngineError, OverloadedError, RequestError
 from ortolan.runtime.engine.chunks import chunk_sizes
 from ortolan.runtime.engine.decode import DecodePhase
+from ortolan.runtime.engine.device_logits import on_host
 from ortolan.runtime.engine.emit import Emitter
 from ortolan.runtime.engine.life import Choice, RequestHandle, State
 from ortolan.runtime.engine.pace import Pace, attention_share
@@ -263,7 +264,7 @@ class Engine:
                 chunk = ids[start : start + size]
                 logits = self._model.prefill(slot, [chunk], [start], [index])
                 if places:
-                    result[places] = logits[0]
+                    result[places] = on_host(logits[0])
                 start += size
         finally:
             self._model.cache.discard(slot, start)

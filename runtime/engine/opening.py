@@ -5,13 +5,18 @@ from __future__ import annotations
 import onnxruntime as ort
 
 from ortolan.errors import EngineError, UsageError
+from ortolan.graphs.manifest import Manifest
 from ortolan.runtime.bundle import Bundle
+from ortolan.runtime.engine.device import Device
+from ortolan.runtime.engine.device_kv import ApartKvCache, BatchKvCache, KvForm
+from ortolan.runtime.engine.device_model import ApartDeviceModel, BatchDeviceModel, DeviceModel
 from ortolan.runtime.engine.engine import Engine
 from ortolan.runtime.engine.kv_cache import KvCache, bytes_per_token, padded_capacity
 from ortolan.runtime.engine.model import Model
 from ortolan.runtime.engine.packed import discard, packed_graphs
 from ortolan.runtime.engine.prefix_cache import PrefixCache
 from ortolan.runtime.engine.sampler import Sampler
+from ortolan.runtime.engine.self_test import decodes_ragged_rows, limit_prefill
 from ortolan.runtime.engine.sessions import SessionSet, open_sessions
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.machine import free_memory_bytes
@@ -33,13 +38,9 @@ def open_engine(
     use_threads(config.threads)
     provider = find_provider(config.provider, ort)
     sessions = _open_sessions(bundle, provider, config)
-    # At accuracy level 1 a single row must not decode alone (rule 1d).
-    min_rows = 2 if config.accuracy == "exact" else 1
-    kv_dtype = bundle.manifest.dtypes.kv
-    capacity = padded_capacity(context, model_config.head_dim, kv_dtype)
-    cache = KvCache(model_config, max(config.max_slots, min_rows), capacity, kv_dtype)
+    dtypes = bundle.manifest.dtypes
     num_valid = min(tokenizer.vocab_size, model_config.vocab_size)
-    token_bytes = bytes_per_token(model_config, kv_dtype)
+    token_bytes = bytes_per_token(model_config, dtypes.kv)
     free = free_memory_bytes()
     kv_budget = config.kv_tokens
     if kv_budget is None:
@@ -47,17 +48,55 @@ def open_engine(
     prefix_bytes = int(free * _PREFIX_PART)
     if config.prefix_cache_mb is not None:
         prefix_bytes = config.prefix_cache_mb * 2**20
-    prefix = PrefixCache(cache, prefix_bytes)
+    model: Model | DeviceModel
+    device, prefix = None, None
+    if provider.on_host:
+        model = open_host_model(bundle.manifest, sessions, config, context)
+        prefix = PrefixCache(model.cache, prefix_bytes)
+    else:  # where the prefix cache could not copy anything
+        device = Device(provider)
+        model = open_device_model(bundle.manifest, sessions, config, context, device)
     return Engine(
-        Model(model_config, sessions, cache, min_rows),
-        Sampler(sessions.sample, num_valid),
+        model,
+        Sampler(sessions.sample, num_valid, device),
         tokenizer,
         config,
         max_context=context,
         kv_budget=min(kv_budget, config.max_slots * context),
-        prefix=prefix if prefix.capacity else None,
+        prefix=prefix if prefix is not None and prefix.capacity else None,
         checks=checks,
     )
+
+
+def open_host_model(
+    manifest: Manifest, sessions: SessionSet, config: EngineConfig, context: int
+) -> Model:
+    """The decoder over a KV cache in host memory."""
+    model, kv_dtype = manifest.model, manifest.dtypes.kv
+    # At accuracy level 1 a single row must not decode alone (rule 1d).
+    min_rows = 2 if config.accuracy == "exact" else 1
+    capacity = padded_capacity(context, model.head_dim, kv_dtype)
+    cache = KvCache(model, max(config.max_slots, min_rows), capacity, kv_dtype)
+    return Model(model, sessions, cache, min_rows)
+
+
+def open_device_model(
+    manifest: Manifest, sessions: SessionSet, config: EngineConfig, context: int, device: Device
+) -> DeviceModel:
+    """The decoder over a KV cache in the provider's memory, its prefill checked."""
+    model = manifest.model
+    capabilities = device.provider.capabilities
+    form = KvForm(model, context, manifest.dtypes.kv, capabilities.in_place_kv)
+    if capabilities.ragged_decode:
+        cache = BatchKvCache(device, form, config.max_slots)
+        batch = BatchDeviceModel(model, sessions, device, cache)
+        limit_prefill(batch)
+        if decodes_ragged_rows(batch):
+            return batch
+        del batch, cache  # before their memory is asked for again
+    apart = ApartDeviceModel(model, sessions, device, ApartKvCache(device, form, config.max_slots))
+    limit_prefill(apart)
+    return apart
 
 
 def _open_sessions(bundle: Bundle, provider: Provider, config: EngineConfig) -> SessionSet:

@@ -30,6 +30,7 @@ from ortolan.runtime.engine.accuracy import Accuracy
 from ortolan.runtime.engine.sessions import (
     open_source_graph,
     optimizing_entries,
+    packs_weights,
     prefill_graph,
 )
 from ortolan.runtime.engine.thread_pool import use_threads
@@ -56,7 +57,7 @@ def packed_graphs(
     cache folder. None where the provider has no such form or it cannot be written (a full disk):
     the caller then loads the bundle's own graphs, which takes longer and more memory.
     """
-    if not provider.capabilities.packs_weights:
+    if not packs_weights(provider):
         return None
     graphs = (DECODE, prefill_graph(provider))
     key = _key(bundle, provider, accuracy, graphs)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 from ortolan.errors import EngineError
 from ortolan.runtime.engine.chunks import next_chunk
+from ortolan.runtime.engine.device_logits import Logits
 from ortolan.runtime.engine.emit import Emitter, repeated
 from ortolan.runtime.engine.life import Choice, State
 from ortolan.runtime.engine.pace import LEAST_CHUNK, Pace
 from ortolan.runtime.engine.sampler import not_finite
-from ortolan.runtime.engine.sampler_row import FloatArray
 from ortolan.runtime.engine.scheduler import Scheduler
 from ortolan.runtime.engine.seams import ModelSeam
 
@@ -144,9 +143,9 @@ class PrefillPhase:
             if part[0].state is State.PREFILLING:
                 self._read([part])
 
-    def _piece_read(self, choice: Choice, logits: FloatArray) -> None:
+    def _piece_read(self, choice: Choice, logits: Logits) -> None:
         """A piece's last logits [1, vocab], which depend on all KV up to there."""
-        if not math.isfinite(float(logits.max())):  # nor may the KV be, and nobody may find it
+        if not self._emitter.finite(logits):  # nor may the KV be, and nobody may find it
             self._scheduler.fail(choice.handle, not_finite())
             return
         self._scheduler.keep_prefix(choice)

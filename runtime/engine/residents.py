@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortolan.runtime.engine.kv_cache import KvCache
 from ortolan.runtime.engine.life import RESIDENT, Choice, State
+from ortolan.runtime.engine.seams import KvSeam
 
 # What a running request is expected to grow by before another could be preempted for it:
 # admitting up to the brim would preempt the newcomer at once, and waste its prefill.
@@ -21,7 +21,7 @@ class Residents:
     A choice counts with all its tokens, which is what its slot holds after the next step.
     """
 
-    def __init__(self, cache: KvCache, slots: int, budget: int) -> None:
+    def __init__(self, cache: KvSeam, slots: int, budget: int) -> None:
         self._cache = cache
         self._slots: list[Choice | None] = [None] * slots
         self._kept = [0] * slots  # tokens whose pages a free slot still has

@@ -14,6 +14,8 @@ import numpy as np
 import onnxruntime as ort
 
 from ortolan.errors import EngineError
+from ortolan.runtime.engine.device import Device
+from ortolan.runtime.engine.device_logits import Logits, on_host
 from ortolan.runtime.engine.sampler_choice import Candidates, choose
 from ortolan.runtime.engine.sampler_graph import SampleGraph
 from ortolan.runtime.engine.sampler_host import HostSampler
@@ -43,27 +45,26 @@ class Sampled:
 class Sampler:
     """Draws tokens by means of a session of the sampling graph (see graphs/sample.py).
 
-    `num_valid`: ids from here on, past the tokenizer's size, are never sampled.
+    `num_valid`: ids from here on, past the tokenizer's size, are never sampled. `device`: where
+    logits lie, if not on the host.
     Not safe for use from two threads at once: a call uses the buffers of the one before.
     """
 
-    def __init__(self, session: ort.InferenceSession, num_valid: int) -> None:
-        self._graph = SampleGraph(session, num_valid)  # for logits on a device
+    def __init__(
+        self, session: ort.InferenceSession, num_valid: int, device: Device | None = None
+    ) -> None:
+        self._graph = SampleGraph(session, num_valid, device)  # for logits on a device
         self._host = HostSampler(num_valid)
         self._num_valid = num_valid
         self._neutral = SamplerRow(SamplingParams(temperature=0.0), (), num_valid)
 
-    def sample(
-        self, logits: FloatArray | ort.OrtValue, rows: Sequence[SamplerRow]
-    ) -> list[Sampled | EngineError]:
+    def sample(self, logits: Logits, rows: Sequence[SamplerRow]) -> list[Sampled | EngineError]:
         """One token per row, drawn from `logits` float32 [batch, vocab], batch >= len(rows).
 
         Rows are read, not changed: `append` to them the tokens that you keep. A row whose logits
         hold NaN or +inf, or nothing above -inf, gets an EngineError in its place; the others are
         not affected.
         """
-        if isinstance(logits, ort.OrtValue) and logits.device_name() == "cpu":
-            logits = logits.numpy()  # shares memory
         drawn: list[Sampled | EngineError | None] = [None] * len(rows)
         if isinstance(logits, np.ndarray):
             for index, row in enumerate(rows):
@@ -83,11 +84,19 @@ class Sampler:
             self._score(logits, rows, unscored, drawn)
         return [result for result in drawn if result is not None]
 
-    def score(self, logits: FloatArray, token_ids: Sequence[int], count: int) -> list[Sampled]:
+    def finite(self, logits: Logits) -> bool:
+        """Whether the only row of logits [1, vocab] is."""
+        if isinstance(logits, np.ndarray):
+            return math.isfinite(float(logits.max()))
+        found = self._graph.run_all(logits.picked(), [self._neutral], 1)
+        return math.isfinite(float(found.log_sum_exp[0]))
+
+    def score(self, logits: Logits, token_ids: Sequence[int], count: int) -> list[Sampled]:
         """Logprobs of given tokens, one per row of logits [n, vocab], and the `count` likeliest.
 
         Raises EngineError for logits that are not finite.
         """
+        logits = on_host(logits)  # any token may be asked for, not only the likeliest
         neutral = [self._neutral] * len(token_ids)
         found = self._candidates(logits, neutral, self._candidates_for(max(1, count)))
         if not np.isfinite(found.log_sum_exp).all():
@@ -102,12 +111,10 @@ class Sampler:
         token_id = int(valid.argmax())  # lowest id on ties; a NaN counts as largest
         return Sampled(token_id) if math.isfinite(valid[token_id]) else not_finite()
 
-    def _candidates(
-        self, logits: FloatArray | ort.OrtValue, rows: Sequence[SamplerRow], k: int
-    ) -> Candidates:
+    def _candidates(self, logits: Logits, rows: Sequence[SamplerRow], k: int) -> Candidates:
         if isinstance(logits, np.ndarray):
             return self._host.run(logits, rows, k)
-        return self._graph.run(logits, rows, k)
+        return self._graph.run_all(logits.picked(), rows, k)
 
     def _first_k(self, row: SamplerRow) -> int:
         wanted = row.params.logprobs or 1
@@ -122,13 +129,9 @@ class Sampler:
         return min(wanted, self._num_valid)
 
     def _block(
-        self, logits: FloatArray | ort.OrtValue, rows: Sequence[SamplerRow], wanted: list[int]
-    ) -> tuple[FloatArray | ort.OrtValue, list[SamplerRow], Sequence[int]]:
+        self, logits: Logits, rows: Sequence[SamplerRow], wanted: list[int]
+    ) -> tuple[Logits, list[SamplerRow], Sequence[int]]:
         """Logits to run over, the row state of each, and where in them the `wanted` rows are."""
-        if not isinstance(logits, np.ndarray):
-            # On a device, picking rows would cost more than running all.
-            idle = logits.shape()[0] - len(rows)
-            return logits, [*rows, *[self._neutral] * idle], wanted
         if len(wanted) < len(rows):
             logits = logits[wanted]
         elif len(rows) < len(logits):
@@ -182,7 +185,7 @@ class Sampler:
 
     def _score(
         self,
-        logits: FloatArray | ort.OrtValue,
+        logits: Logits,
         rows: Sequence[SamplerRow],
         unscored: dict[int, tuple[int, float]],
         drawn: list[Sampled | EngineError | None],

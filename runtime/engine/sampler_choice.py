@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,14 @@ class Candidates:
     raw_logits: FloatArray  # [batch, k], the model's own
     log_sum_exp: FloatArray  # [batch], relative to the largest logit; NaN for a broken row
     temperature: FloatArray  # [batch]
+
+
+def joined(parts: Sequence[Candidates]) -> Candidates:
+    """The rows of all parts, one after another."""
+    names = [field.name for field in fields(Candidates)]
+    return Candidates(
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    )
 
 
 def choose(

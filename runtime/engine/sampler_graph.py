@@ -10,7 +10,8 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from ortolan.errors import EngineError
-from ortolan.runtime.engine.sampler_choice import Candidates
+from ortolan.runtime.engine.device import Device, run_bound
+from ortolan.runtime.engine.sampler_choice import Candidates, joined
 from ortolan.runtime.engine.sampler_row import FloatArray, IdArray, SamplerRow
 
 # Bindings with more candidates are rare and large: made for one run, not kept.
@@ -30,11 +31,22 @@ class _Bound(Candidates):
     io: ort.IOBinding
     source: FloatArray | ort.OrtValue | None = None  # the logits bound last
 
+    @property
+    def inputs(self) -> tuple[NDArray[np.generic], ...]:
+        """All but the logits."""
+        return (*self.adjustments, self.temperature, *self.constants)
+
+    @property
+    def outputs(self) -> tuple[NDArray[np.generic], ...]:
+        return self.ids, self.logits, self.raw_logits, self.log_sum_exp
+
 
 class SampleGraph:
     """Runs the sampling graph over a batch. A run's results hold until the next run."""
 
-    def __init__(self, session: ort.InferenceSession, num_valid: int) -> None:
+    def __init__(
+        self, session: ort.InferenceSession, num_valid: int, device: Device | None = None
+    ) -> None:
         vocab_size = session.get_inputs()[0].shape[1]
         if not 1 <= num_valid <= vocab_size:
             raise EngineError(
@@ -45,6 +57,7 @@ class SampleGraph:
         self._num_valid = num_valid
         # Other providers copy an input when it is bound, so that later writes go unseen.
         self._binds_by_reference = session.get_providers() == ["CPUExecutionProvider"]
+        self._device = device
         self._bindings: dict[tuple[int, int, int], _Bound] = {}
 
     def run(
@@ -69,8 +82,25 @@ class SampleGraph:
             _bind_inputs(found)
         if logits is not found.source or not self._binds_by_reference:
             _bind_logits(found, logits)
-        self._session.run_with_iobinding(found.io)
+        run_bound(self._session, found.io)
+        if self._device is not None:
+            self._device.crossings.to_device += sum(array.nbytes for array in found.inputs)
+            self._device.crossings.to_host += sum(array.nbytes for array in found.outputs)
         return found
+
+    def run_all(
+        self, values: Sequence[ort.OrtValue], rows: Sequence[SamplerRow], k: int
+    ) -> Candidates:
+        """The same over several values, whose rows follow one another."""
+        if len(values) == 1:
+            return self.run(values[0], rows, k)
+        found, first = [], 0
+        for value in values:
+            end = first + value.shape()[0]
+            # Copied: rows of one shape share their buffers.
+            found.append(joined([self.run(value, rows[first:end], k)]))
+            first = end
+        return joined(found)
 
     def _bind(self, batch: int, k: int, m: int) -> _Bound:
         found = _Bound(

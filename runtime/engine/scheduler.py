@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from ortolan.errors import EngineError, OrtolanError, TimedOutError
-from ortolan.runtime.engine.kv_cache import KvCache
 from ortolan.runtime.engine.life import ENDED, QUEUED, RESIDENT, Choice, RequestHandle, State
 from ortolan.runtime.engine.prefix_cache import PrefixCache
 from ortolan.runtime.engine.residents import Residents
+from ortolan.runtime.engine.seams import KvSeam
 from ortolan.runtime.engine.waiting import WaitingQueue
 from ortolan.runtime.params import EngineConfig, FinishReason
 
@@ -33,7 +33,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: KvCache,
+        cache: KvSeam,
         config: EngineConfig,
         kv_budget: int,
         prefix: PrefixCache | None,

@@ -7,9 +7,20 @@ from typing import Protocol
 
 from ortolan.errors import EngineError
 from ortolan.graphs.manifest import ModelConfig
-from ortolan.runtime.engine.kv_cache import KvCache
+from ortolan.runtime.engine.device_logits import Logits
 from ortolan.runtime.engine.sampler import Sampled
-from ortolan.runtime.engine.sampler_row import FloatArray, SamplerRow
+from ortolan.runtime.engine.sampler_row import SamplerRow
+
+
+class KvSeam(Protocol):
+    """Slots that hold the keys and values of so many tokens each; see engine/kv_cache.py."""
+
+    slots: int
+    capacity: int
+
+    def copy(self, source: int, target: int, tokens: int) -> None: ...
+
+    def discard(self, slot: int, tokens: int, start: int = 0) -> None: ...
 
 
 class ModelSeam(Protocol):
@@ -20,15 +31,15 @@ class ModelSeam(Protocol):
     """
 
     config: ModelConfig
-    cache: KvCache
     min_rows: int
+
+    @property
+    def cache(self) -> KvSeam: ...
 
     @property
     def ragged(self) -> bool: ...
 
-    def decode(
-        self, first: int, token_ids: Sequence[int], lengths: Sequence[int]
-    ) -> FloatArray: ...
+    def decode(self, first: int, token_ids: Sequence[int], lengths: Sequence[int]) -> Logits: ...
 
     def prefill(
         self,
@@ -36,16 +47,16 @@ class ModelSeam(Protocol):
         token_ids: Sequence[Sequence[int]],
         lengths: Sequence[int],
         logits_index: Sequence[Sequence[int]],
-    ) -> FloatArray: ...
+    ) -> Logits: ...
 
 
 class SamplerSeam(Protocol):
     """Logits to tokens; see engine/sampler.py."""
 
     def sample(
-        self, logits: FloatArray, rows: Sequence[SamplerRow]
+        self, logits: Logits, rows: Sequence[SamplerRow]
     ) -> Sequence[Sampled | EngineError]: ...
 
-    def score(
-        self, logits: FloatArray, token_ids: Sequence[int], count: int
-    ) -> Sequence[Sampled]: ...
+    def finite(self, logits: Logits) -> bool: ...
+
+    def score(self, logits: Logits, token_ids: Sequence[int], count: int) -> Sequence[Sampled]: ...

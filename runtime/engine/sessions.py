@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.accuracy import LEVELS, Accuracy, with_accuracy
 from ortolan.runtime.providers import Provider
 
+_RAGGED_SINCE = (1, 32)  # GroupQueryAttention takes query_seqlens
+# 1.24 and 1.27 crash in some graphs when their packed form is run.
+_PACKS_SINCE = (1, 32)
 _ERRORS_ONLY = 3  # ONNX Runtime's log severity; its warnings are about our own choices
 
 
@@ -35,7 +39,17 @@ class SessionSet:
 
 def prefill_graph(provider: Provider) -> str:
     """The prefill graph that the provider can run; the ragged one does all the other does."""
-    return PREFILL_RAGGED if provider.capabilities.ragged_prefill else PREFILL
+    ragged = provider.capabilities.ragged_prefill and _version() >= _RAGGED_SINCE
+    return PREFILL_RAGGED if ragged else PREFILL
+
+
+def packs_weights(provider: Provider) -> bool:
+    """Whether an optimized, prepacked form of the graphs can be kept and mapped."""
+    return provider.capabilities.packs_weights and _version() >= _PACKS_SINCE
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", ort.__version__)[:2])
 
 
 def session_options(entries: Mapping[str, str]) -> ort.SessionOptions:
@@ -89,13 +103,17 @@ def open_packed_graph(path: Path, provider: Provider) -> ort.InferenceSession:
     return _open(path, str(path), options, provider)
 
 
+def open_tiny_graph(graph: bytes, provider: Provider) -> ort.InferenceSession:
+    """A session on one of our own graphs of a node or two (see engine/tiny_graphs.py)."""
+    return _open(Path("a graph of Ortolan's"), graph, session_options({}), provider)
+
+
 def _open(
     path: Path, model: bytes | str, options: ort.SessionOptions, provider: Provider
 ) -> ort.InferenceSession:
     try:
-        return ort.InferenceSession(
-            model, options, providers=[(provider.ort_name, dict(provider.options))]
-        )
+        session: ort.InferenceSession = provider.open_session(ort, model, options)
+        return session
     except Exception as exc:
         raise EngineError(
             f"{path}: onnxruntime {ort.__version__} cannot load it for provider {provider.name}: "

@@ -11,7 +11,10 @@ from ortolan.runtime.providers.base import Capabilities, Provider
 
 __all__ = ["Capabilities", "Provider", "find_provider"]
 
-_MODULES = {"cpu": "ortolan.runtime.providers.cpu"}
+_MODULES = {
+    name: f"ortolan.runtime.providers.{name}"
+    for name in ("cpu", "cuda", "directml", "openvino", "webgpu")
+}
 
 
 def find_provider(name: str, onnxruntime: ModuleType) -> Provider:

@@ -7,6 +7,13 @@ from ortolan.runtime.providers.base import Capabilities, Provider
 PROVIDER = Provider(
     name="cpu",
     ort_name="CPUExecutionProvider",
-    capabilities=Capabilities(ragged_prefill=True, packs_weights=True),
+    distribution="onnxruntime",
+    capabilities=Capabilities(
+        ragged_prefill=True,
+        packs_weights=True,
+        slices=True,
+        int8_kv=True,
+        dtypes=("float32", "float16"),
+    ),
     remedy="run in Ortolan's clone: pip install '.[cpu]'",
 )

@@ -36,6 +36,7 @@ class ServeConfig:
     chat_page: whether the HTTP server has a page to chat with at /.
     drain_delay: seconds between not being ready and refusing new requests, before the grace: as
     long as a load balancer may take to notice.
+    self_test: whether to compare the provider with the CPU before saying ready.
     Raises UsageError naming the field.
     """
 
@@ -55,6 +56,7 @@ class ServeConfig:
     heartbeat_timeout: float = 30.0
     chat_page: Literal["on", "off"] = "on"
     drain_delay: float = 0.0
+    self_test: Literal["on", "off"] = "off"
 
     def __post_init__(self) -> None:
         if not self.host:

@@ -66,6 +66,7 @@ def open_service(bundle: Bundle, settings: Settings) -> Service:
         serve.model_name,
         heartbeat_timeout_s=serve.heartbeat_timeout,
         load=False,
+        self_test=serve.self_test == "on",
     )
 
 

@@ -15,6 +15,7 @@ from ortolan.runtime.engine.async_engine import AsyncEngine, AsyncStream
 from ortolan.runtime.engine.engine import EngineStats
 from ortolan.runtime.engine.record import RequestRecord
 from ortolan.runtime.params import EngineConfig, Request, SamplingParams
+from ortolan.runtime.reference import expected_by_cpu, self_test
 from ortolan.runtime.sampling_defaults import sampling_defaults
 from ortolan.runtime.serve.callers import CALLER
 from ortolan.runtime.serve.calls import Call, current_call
@@ -30,7 +31,7 @@ class Service:
     """A model under a name. Opening it loads the sessions; `warm_up` makes it ready.
 
     load: whether to load them now. Otherwise `warm_up` does; until then requests are refused, and
-    all that needs no engine is answered.
+    all that needs no engine is answered. self_test: compare its results with the CPU's first.
     All methods are for one event loop; what takes long runs on threads. An engine that shows no
     sign of life for heartbeat_timeout_s, while it has work, makes the service not ready.
     Raises what `open_engine` does.
@@ -44,6 +45,7 @@ class Service:
         *,
         heartbeat_timeout_s: float = 30.0,
         load: bool = True,
+        self_test: bool = False,
     ) -> None:
         onnxruntime = require("onnxruntime", "cpu", "serving a model")
         from ortolan.runtime.engine.opening import context_of
@@ -57,6 +59,7 @@ class Service:
         self.sampling_defaults = sampling_defaults(bundle.path, self.manifest.model.vocab_size)
         self._prompts = Prompts(bundle, self.tokenizer)
         self.context = context_of(config, self.manifest.model.max_context)
+        self._self_test = self_test
         self._engine: AsyncEngine | LoadingEngine = LoadingEngine()
         self._warm = self._leaving = self._draining = False
         self._watch(str(onnxruntime.__version__), heartbeat_timeout_s)
@@ -66,7 +69,12 @@ class Service:
     def _load(self) -> None:
         from ortolan.runtime.engine.opening import open_engine
 
+        cases = []
+        if self._self_test:  # the CPU's sessions are gone before the provider's are made
+            cases = expected_by_cpu(self.bundle, self.config, self.tokenizer)
         engine = open_engine(self.bundle, self.config, self.tokenizer)
+        if cases:
+            self_test(engine, cases, self.config)
         self.context = engine.context  # less, where the KV budget is
         self._engine = AsyncEngine(engine)
 

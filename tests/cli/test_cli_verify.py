@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 
-from ortolan.cli.accuracy import kl_divergence
-from ortolan.cli.golden import LIMITS, equal_from_start, owed_tokens
+from ortolan.runtime.reference import LIMITS, equal_from_start, kl_divergence, owed_tokens
 
 Run = Callable[..., Result]
 RunCli = Callable[..., subprocess.CompletedProcess[str]]

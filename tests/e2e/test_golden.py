@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ortolan.cli.accuracy import kl_divergence
-from ortolan.cli.golden import LIMITS, check_case, read_golden
+from ortolan.cli.golden import check_case, read_golden
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.llm import LLM
 from ortolan.runtime.params import EngineConfig
+from ortolan.runtime.reference import LIMITS, kl_divergence
 
 CASES = (
     "short_factual",

@@ -11,11 +11,15 @@ import pytest
 
 from ortolan.errors import EngineError
 from ortolan.graphs.sample import build_sample_graph
+from ortolan.runtime.engine.device import Device
+from ortolan.runtime.engine.device_logits import DeviceLogits
 from ortolan.runtime.engine.sampler import Sampled, Sampler
+from ortolan.runtime.engine.sampler_choice import Candidates
 from ortolan.runtime.engine.sampler_row import SamplerRow
 from ortolan.runtime.engine.sessions import session_options
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.params import SamplingParams
+from ortolan.runtime.providers import find_provider
 
 VOCAB, NUM_VALID = 1003, 997
 GREEDY = SamplingParams(temperature=0)
@@ -35,7 +39,12 @@ def sampler(request: pytest.FixtureRequest) -> Sampler:
     """Both ways to find candidates: numpy, and the graph that logits on a device take."""
     sampler = Sampler(SESSION, NUM_VALID)
     if request.param == "graph":
-        sampler._candidates = sampler._graph.run  # type: ignore[method-assign]
+
+        def by_graph(logits: Any, rows: Sequence[SamplerRow], k: int) -> Candidates:
+            values = [logits] if isinstance(logits, np.ndarray) else logits.picked()
+            return sampler._graph.run_all(values, rows, k)
+
+        sampler._candidates = by_graph  # type: ignore[method-assign]
     return sampler
 
 
@@ -165,17 +174,23 @@ BATCH_PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("as_ort_value", [False, True])
-def test_a_row_is_drawn_the_same_in_every_batch(sampler: Sampler, as_ort_value: bool) -> None:
+def on_device(logits: np.ndarray) -> DeviceLogits:
+    """Logits [batch, vocab] as those of decode on a device, which here is the CPU's."""
+    value = ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(logits[:, None]))
+    device = Device(find_provider("cpu", ort))
+    return DeviceLogits(device, "float32", [value], np.arange(len(logits)))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_row_is_drawn_the_same_in_every_batch(sampler: Sampler, elsewhere: bool) -> None:
     """Rule 1, same request, same bits: tokens and logprobs exactly equal, alone or among 16."""
     logits = random_logits(9, batch=16, spread=1.5)
     rows = [row_of(BATCH_PARAMS[i % 8], [i, i + 1], range(3 * i)) for i in range(16)]
-    alone = [sampler.sample(logits[i : i + 1], [rows[i]])[0] for i in range(16)]
+    held: Any = on_device(logits) if elsewhere else logits
+    alone = [sampler.sample(held[i : i + 1], [rows[i]])[0] for i in range(16)]
     for batch in range(1, 17):
         for first in {0, (16 - batch) // 2, 16 - batch}:
-            part: Any = logits[first : first + batch]
-            if as_ort_value:
-                part = ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(part))
+            part = held[first : first + batch]
             assert sampler.sample(part, rows[first : first + batch]) == alone[first : first + batch]
 
 
@@ -184,10 +199,8 @@ def test_a_device_value_gives_the_same(sampler: Sampler, monkeypatch: pytest.Mon
     logits = random_logits(9, batch=16, spread=1.5)
     rows = [row_of(BATCH_PARAMS[i % 8], [i, i + 1], range(3 * i)) for i in range(13)]
     expected = Sampler(SESSION, NUM_VALID).sample(logits, rows)
-    value = ort.OrtValue.ortvalue_from_numpy(logits)
-    monkeypatch.setattr(ort.OrtValue, "device_name", lambda self: "elsewhere")
     monkeypatch.setattr(sampler._graph, "_binds_by_reference", False)
-    for found, host in zip(sampler.sample(value, rows), expected, strict=True):
+    for found, host in zip(sampler.sample(on_device(logits), rows), expected, strict=True):
         assert isinstance(found, Sampled)
         assert isinstance(host, Sampled)
         assert found.token_id == host.token_id

@@ -1,0 +1,216 @@
+"""Runs the decode and prefill sessions over a KV cache that lies on a device.
+
+Only ids and lengths go in, and logits stay where they are made. One model decodes all slots in a
+call, the other one slot after the other; both read prompts one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from ortolan.errors import EngineError
+from ortolan.graphs import contract as c
+from ortolan.graphs.manifest import ModelConfig
+from ortolan.runtime.engine.device import Device, run_bound
+from ortolan.runtime.engine.device_kv import ApartKvCache, BatchKvCache, KvValues
+from ortolan.runtime.engine.device_logits import DeviceLogits, Logits, on_host
+from ortolan.runtime.engine.sessions import SessionSet
+
+
+@dataclass
+class _Bound:
+    """A session's binding, and which values of the KV cache it has."""
+
+    session: ort.InferenceSession
+    io: ort.IOBinding = field(init=False)
+    generation: int = -1
+
+    def __post_init__(self) -> None:
+        self.io = self.session.io_binding()
+
+    def run(
+        self, device: Device, values: KvValues, inputs: dict[str, npt.NDArray[np.generic]]
+    ) -> None:
+        """Run over these values of the cache, which are bound once and after they changed."""
+        if self.generation != values.generation:
+            values.bind(self.io)
+            self.generation = values.generation
+        for name, array in inputs.items():
+            device.bind_input(self.io, name, array)
+        run_bound(self.session, self.io)
+        values.ran()
+
+    def logits(self) -> ort.OrtValue:
+        """Of the last run. Outputs come in the order of binding; logits are bound first."""
+        value: ort.OrtValue = self.io.get_outputs()[0]
+        return value
+
+
+class _DeviceModel:
+    """What both have in common: how a prompt is read; see engine/model.py for the calls.
+
+    most_prefill_tokens: most tokens of one call that the provider gets right; None: any number.
+    """
+
+    min_rows = 1  # that products of one row differ is a property of the CPU's kernels
+    ragged = False
+
+    def __init__(
+        self, config: ModelConfig, sessions: SessionSet, device: Device, dtype: str = "float32"
+    ) -> None:
+        self.config = config
+        self.sessions = sessions
+        self.device = device
+        self.most_prefill_tokens = device.provider.capabilities.most_prefill_tokens
+        self._dtype = dtype
+
+    def _read(
+        self,
+        bound: _Bound,
+        values: KvValues,
+        ids: Sequence[int],
+        length: int,
+        wanted: Sequence[int],
+    ) -> Logits:
+        """Read a piece of a prompt, in as many calls as the provider gets right.
+
+        Logits [1, n, vocab]; of several calls, which only scoring asks for, on the host.
+        """
+        most = self.most_prefill_tokens or len(ids)
+        found: list[Logits] = []
+        for start in range(0, len(ids), most):
+            piece = ids[start : start + most]
+            here = [place - start for place in wanted if start <= place < start + len(piece)]
+            logits = self._call(bound, values, piece, length + start, here or [len(piece) - 1])
+            if here:
+                places = np.arange(len(here), dtype=np.int64)[None]
+                found.append(DeviceLogits(self.device, self._dtype, [logits], places))
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate([on_host(logits) for logits in found], axis=1)
+
+    def _call(
+        self,
+        bound: _Bound,
+        values: KvValues,
+        ids: Sequence[int],
+        length: int,
+        wanted: Sequence[int],
+    ) -> ort.OrtValue:
+        inputs = _inputs(np.array([ids], np.int64), np.array([length], np.int32))
+        inputs[c.LOGITS_INDEX] = np.array([wanted], np.int32)
+        self.device.bind_new_output(bound.io, c.LOGITS)
+        bound.run(self.device, values, inputs)
+        return bound.logits()
+
+    def _only(self, token_ids: Sequence[Sequence[int]]) -> Sequence[int]:
+        if len(token_ids) != 1:
+            raise EngineError(f"provider {self.device.provider.name} reads one prompt at a time")
+        return token_ids[0]
+
+
+def _inputs(
+    ids: npt.NDArray[np.int64], before: npt.NDArray[np.int32]
+) -> dict[str, npt.NDArray[np.generic]]:
+    """Ids [rows, n] and the lengths that the contract wants. before: tokens that rows hold."""
+    last = before + np.int32(ids.shape[1] - 1)
+    return {
+        c.INPUT_IDS: ids,
+        c.SEQLENS_K: last,
+        c.TOTAL_SEQUENCE_LENGTH: np.array(last.max() + 1, np.int32),
+    }
+
+
+class BatchDeviceModel(_DeviceModel):
+    """Decodes all slots in one call, since a part of them cannot be bound."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sessions: SessionSet,
+        device: Device,
+        cache: BatchKvCache,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__(config, sessions, device, dtype)
+        self.cache = cache
+        self._prefill = _Bound(sessions.prefill)
+        self._decode = _Bound(sessions.decode)
+        self._logits = device.zeros(dtype, [cache.slots, 1, config.vocab_size])
+        self._decode.io.bind_ortvalue_output(c.LOGITS, self._logits)
+
+    def decode(self, first: int, token_ids: Sequence[int], lengths: Sequence[int]) -> Logits:
+        """Logits [rows, vocab] after one token for each slot from `first` on."""
+        cache, rows = self.cache, len(token_ids)
+        cache.settle()
+        ids = np.zeros((cache.slots, 1), np.int64)
+        ids[first : first + rows, 0] = token_ids
+        # Slots outside of the call run as well, and write where their next token will be.
+        before = np.minimum(np.array(cache.held, np.int32), np.int32(cache.capacity - 1))
+        before[first : first + rows] = lengths
+        self._decode.run(self.device, cache.all, _inputs(ids, before))
+        cache.held[first : first + rows] = [length + 1 for length in lengths]
+        places = np.arange(first, first + rows, dtype=np.int64)
+        return DeviceLogits(self.device, self._dtype, [self._logits], places)
+
+    def prefill(
+        self,
+        first: int,
+        token_ids: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        logits_index: Sequence[Sequence[int]],
+    ) -> Logits:
+        """Read a chunk of tokens into slot `first`; logits [1, n, vocab]."""
+        ids = self._only(token_ids)
+        self.cache.bring(first, lengths[0])
+        logits = self._read(self._prefill, self.cache.stage, ids, lengths[0], logits_index[0])
+        self.cache.held[first] = lengths[0] + len(ids)
+        return logits
+
+
+class ApartDeviceModel(_DeviceModel):
+    """Decodes one slot after the other, where rows of one call must be equally long."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sessions: SessionSet,
+        device: Device,
+        cache: ApartKvCache,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__(config, sessions, device, dtype)
+        self.cache = cache
+        self._prefill = [_Bound(sessions.prefill) for _ in range(cache.slots)]
+        self._decode = [_Bound(sessions.decode) for _ in range(cache.slots)]
+        self._logits = [device.zeros(dtype, [1, 1, config.vocab_size]) for _ in self._decode]
+        for bound, logits in zip(self._decode, self._logits, strict=True):
+            bound.io.bind_ortvalue_output(c.LOGITS, logits)
+
+    def decode(self, first: int, token_ids: Sequence[int], lengths: Sequence[int]) -> Logits:
+        """Logits [rows, vocab] after one token for each slot from `first` on."""
+        for place, (token_id, length) in enumerate(zip(token_ids, lengths, strict=True)):
+            inputs = _inputs(np.array([[token_id]], np.int64), np.array([length], np.int32))
+            slot = first + place
+            self._decode[slot].run(self.device, self.cache.each[slot], inputs)
+        places = np.arange(first, first + len(token_ids), dtype=np.int64)
+        return DeviceLogits(self.device, self._dtype, self._logits, places)
+
+    def prefill(
+        self,
+        first: int,
+        token_ids: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        logits_index: Sequence[Sequence[int]],
+    ) -> Logits:
+        """Read a chunk of tokens into slot `first`; logits [1, n, vocab]."""
+        ids, values = self._only(token_ids), self.cache.each[first]
+        return self._read(self._prefill[first], values, ids, lengths[0], logits_index[0])
+
+
+DeviceModel = BatchDeviceModel | ApartDeviceModel
