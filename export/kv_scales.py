@@ -4,6 +4,10 @@ A scale belongs to a dimension of a KV head and never changes, so that a key's c
 nothing but the key. Keys are kept rotated: what turns slowly is small in one dimension at the
 positions of a short text, and large at those of a long prompt. So a key's scale is its largest
 value at any position of the bundle's context, which its angle at one position tells.
+
+Of values beyond its scale a code keeps the largest that there is, so the text must show all that
+a model can be asked: four of the shipped text's 21 windows, without its other scripts, cost three
+times as much KL as all of them. A margin costs more than it saves (1.3: 0.0031 against 0.0019).
 """
 
 from __future__ import annotations

@@ -15,23 +15,46 @@ from ortolan.graphs.formats import LayerPlan, qk_norm_sizes
 from ortolan.graphs.linear import MICROSOFT, add_linears, apply_linears
 from ortolan.graphs.manifest import Dtypes, ModelConfig
 
-# GroupQueryAttention's inputs that are absent here: position_ids, attention_bias, head_sink
-# between sin_cache and k_scale; q's and k's norms between v_scale and query_seqlens.
-_BEFORE_SCALES = 3
+# GroupQueryAttention's inputs that are absent here: position_ids and attention_bias between
+# sin_cache and head_sink; q's and k's norms between v_scale and query_seqlens.
+_BEFORE_SINK = 2
 _BEFORE_QUERY_SEQLENS = 2
 
 
 @dataclass(frozen=True)
 class GqaInputs(CallInputs):
-    """`per_row`: the shape [batch, chunk, -1], in which rows enter GroupQueryAttention."""
+    """What all layers share besides.
+
+    per_row: the shape [batch, chunk, -1], in which rows enter GroupQueryAttention. sink: a
+    head_sink, or None.
+    """
 
     per_row: ir.Value
+    sink: ir.Value | None
 
 
 def prepare(op: Any, config: ModelConfig, call: CallInputs) -> GqaInputs:
-    """The call's inputs, and a shape that all layers share."""
+    """The call's inputs, and what all layers share."""
     per_row = op.Concat(op.Shape(call.ids), [-1], axis=0)
-    return GqaInputs(**vars(call), per_row=per_row)
+    assert call.ids.shape is not None
+    decodes = call.ids.shape[1] == 1
+    sink = None
+    if decodes and call.past.dtype == ir.DataType.INT8:
+        sink = _sink_of_nothing(op, call.total_sequence_length, config.num_heads)
+    return GqaInputs(**vars(call), per_row=per_row, sink=sink)
+
+
+def _sink_of_nothing(op: Any, scalar: ir.Value, num_heads: int) -> ir.Value:
+    """A head_sink [num_heads] of -inf, made of any number; it adds nothing to a softmax.
+
+    With one, ONNX Runtime's attention does not go over the cache in tiles. Over int8 that is a
+    tenth to a sixth faster for a single token (docs/performance.md), and slower for a prompt.
+    It is computed, by operators that need no constant: with an initializer that prefill has not,
+    the packed files of the two could not be shared.
+    """
+    number = op.Cast(scalar, to=ir.DataType.FLOAT)
+    nothing = op.Log(op.Sub(number, number))
+    return op.ConcatFromSequence(op.SequenceConstruct(*[nothing] * num_heads), axis=0, new_axis=1)
 
 
 class Norm(nn.Module):
@@ -141,7 +164,8 @@ class GqaAttention(nn.Module):
                 "kv_cache_bit_width": 8,
             }
         optional = [
-            *[None] * _BEFORE_SCALES,
+            *[None] * _BEFORE_SINK,
+            inputs.sink,
             *scales,
             *[None] * _BEFORE_QUERY_SEQLENS,
             inputs.query_seqlens,
