@@ -336,6 +336,18 @@ class Completion:
     prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
 
 
+def _provider_options(value: object) -> None:
+    """Names and values that are texts or numbers; what they mean is the provider's to say."""
+    if not isinstance(value, Mapping):
+        raise _refused("provider_options", value, "a mapping from names to values")
+    for name, given in value.items():
+        if not (isinstance(name, str) and isinstance(given, str | int | float)):
+            raise RequestError(
+                f"provider_options holds {_shown(name)}: {_shown(given)}; names are texts, values "
+                "texts or numbers"
+            )
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Settings of the engine, fixed at load.
@@ -345,6 +357,8 @@ class EngineConfig:
     prefill_chunk: most prompt tokens that one prefill call reads (at least 2).
     gap_steps: while a prompt is read, the gap between two tokens of a running request may grow
     to this many plain steps (at least 1.5); gap_ms: the same bound in milliseconds, if given.
+    whole_prompt: prompts of at most so many tokens, and of a chunk, are read in one piece whatever
+    gap that makes, unless gap_ms is given: short ones do not wait, and cost less in one piece.
     kv_tokens: most tokens whose KV running requests may hold; None: what half of the memory
     that is free holds.
     prefix_cache_mb: MiB for KV of earlier prompts; None: a tenth of free memory; 0: off.
@@ -352,6 +366,9 @@ class EngineConfig:
     that may wait.
     priority_patience: how many requests of a better priority may overtake one that waits.
     accuracy: "default" computes quantized products with int8 activations, "exact" in float32.
+    provider: a name, or the path of a plug-in library; provider_options: its own, by their names;
+    strict: whether a provider that leaves compute to the CPU is refused. kv_copies: whether one
+    is taken that cannot write the KV cache in place.
     Raises UsageError naming the field; what the bundle decides is checked when it is loaded.
     """
 
@@ -363,12 +380,16 @@ class EngineConfig:
     prefill_chunk: int = 256
     gap_steps: float = 4.0
     gap_ms: float | None = None
+    whole_prompt: int = 256
     kv_tokens: int | None = None
     prefix_cache_mb: int | None = None
     max_waiting: int = 1024
     max_waiting_tokens: int = 1_000_000
     priority_patience: int = 16
     accuracy: Literal["default", "exact"] = "default"
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+    strict: bool = False
+    kv_copies: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -379,6 +400,7 @@ class EngineConfig:
             _number("gap_steps", self.gap_steps, 1.5)
             if self.gap_ms is not None:
                 _number("gap_ms", self.gap_ms, 0.0, above=True)
+            _whole("whole_prompt", self.whole_prompt, 0)
             _optional_whole("kv_tokens", self.kv_tokens, 2)
             _optional_whole("prefix_cache_mb", self.prefix_cache_mb, 0)
             _whole("max_waiting", self.max_waiting, 1)
@@ -388,6 +410,9 @@ class EngineConfig:
                 raise _refused("accuracy", self.accuracy, "default or exact")
             if not isinstance(self.provider, str):
                 raise _refused("provider", self.provider, "a name")
+            _provider_options(self.provider_options)
+            _flag("strict", self.strict)
+            _flag("kv_copies", self.kv_copies)
             if self.cache_dir is not None and not isinstance(self.cache_dir, str | PathLike):
                 raise _refused("cache_dir", self.cache_dir, "a folder")
         except RequestError as exc:  # nobody's request, but the caller's setting
