@@ -32,9 +32,9 @@ from ortolan.export.tokenizer import tokenizer_files
 from ortolan.export.weights_file import WeightsFile
 from ortolan.graphs import contract as c
 from ortolan.graphs.build import FLAVORS, build_decoder_graph
+from ortolan.graphs.contract import FloatDtype
 from ortolan.graphs.flavor import Flavor
 from ortolan.graphs.manifest import (
-    DEFAULT_DTYPES,
     MANIFEST_NAME,
     PACKED_NAME,
     SCHEMA_MAJOR,
@@ -48,6 +48,7 @@ from ortolan.graphs.manifest import (
     ModelConfig,
     Source,
     TensorEntry,
+    WeightGroup,
     file_entry,
 )
 from ortolan.graphs.sample import build_sample_graph
@@ -82,6 +83,7 @@ class ExportOptions:
     force: replace an existing bundle.
     attention: the flavor of the graphs; "gqa" is the fast one, "onnx" has standard operators only.
     kv: "float" keeps keys and values in what the graphs compute in, "int8" rounds them.
+    dtype: what the graphs compute in; what is stored in float32 is rounded to it.
     """
 
     weights: WeightsChoice = "source"
@@ -93,6 +95,7 @@ class ExportOptions:
     quantization: Quantization = DEFAULT_QUANTIZATION
     attention: AttentionChoice = "gqa"
     kv: KvChoice = "float"
+    dtype: FloatDtype = "float32"
 
 
 def export_bundle(
@@ -110,7 +113,7 @@ def export_bundle(
     config = _with_context(path.name, checkpoint.config, options.max_context)
     flavor = FLAVORS[options.attention]
     _check_heads(path.name, config, flavor)
-    dtypes = Dtypes(kv="int8") if options.kv == "int8" else DEFAULT_DTYPES
+    dtypes = Dtypes(options.dtype, "int8" if options.kv == "int8" else options.dtype)
     _check_dtypes(path.name, dtypes, flavor, texts)
     phases = plan_phases(
         checkpoint,
@@ -120,6 +123,11 @@ def export_bundle(
         options.quantization,
     )
     smooth = any(has_w8a8(phase) for phase in phases)
+    if smooth and dtypes.activations != "float32":
+        raise UsageError(
+            f"--dtype {dtypes.activations} is not possible with w8a8 weights, whose products are "
+            "made for CPUs; take --weights int4 or int8 with it, or leave --dtype out"
+        )
     if smooth or dtypes.kv == "int8":
         text, name = calibration_text(options.calibration), "the calibration text"
         most, vocab = config.max_context, config.vocab_size
@@ -132,7 +140,7 @@ def export_bundle(
     scales = kv_scales(checkpoint, config, windows) if dtypes.kv == "int8" else {}
 
     with published_folder(target, force=options.force, replaceable=_BUNDLE_NAMES) as folder:
-        with WeightsFile(folder / WEIGHTS_NAME) as file:
+        with WeightsFile(folder / WEIGHTS_NAME, dtypes.activations) as file:
             tensors, groups = write_phases(phases, config, flavor, file, progress)
             kv_tensors, kv_groups = write_scales(scales, file)
             tensors = {name: {**own, **kv_tensors} for name, own in tensors.items()}
@@ -149,7 +157,7 @@ def export_bundle(
             model=config,
             attention=flavor.name,
             graphs=graphs,
-            weights=groups + kv_groups,
+            weights=[_as_stored(group, dtypes) for group in groups] + kv_groups,
             files=files,
             source=Source(source_name(path), checkpoint.format_name, _hash(checkpoint.files)),
             rounded_from=rounded_from(checkpoint.formats, *(phase.formats for phase in phases)),
@@ -207,6 +215,13 @@ def _check_heads(file: str, config: ModelConfig, flavor: Flavor) -> None:
                 f"multiples of {flavor.head_dim_multiple}"
                 + (f"; add --attention {able[0]}" if able else "")
             )
+
+
+def _as_stored(group: WeightGroup, dtypes: Dtypes) -> WeightGroup:
+    """What is planned in float32 is stored in what the graphs compute in."""
+    if group.precision != "float32":
+        return group
+    return dataclasses.replace(group, precision=dtypes.activations)
 
 
 def _check_dtypes(file: str, dtypes: Dtypes, flavor: Flavor, texts: Mapping[str, bytes]) -> None:

@@ -55,7 +55,9 @@ def write_scales(
     scales: Mapping[str, Floats], file: WeightsFile
 ) -> tuple[dict[str, ir.ExternalTensor], list[WeightGroup]]:
     """Write them for all graphs: references by name, and what was written, if anything."""
-    sizes = [file.add(name, array, ir.DataType.FLOAT) for name, array in scales.items()]
+    sizes = [
+        file.add(name, array, ir.DataType.FLOAT, as_it_is=True) for name, array in scales.items()
+    ]
     elements = sum(array.size for array in scales.values())
     group = WeightGroup("kv scales", "float32", len(scales), elements, sum(sizes))
     return {name: file.tensors[name] for name in scales}, [group] if scales else []

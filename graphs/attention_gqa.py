@@ -37,24 +37,27 @@ def prepare(op: Any, config: ModelConfig, call: CallInputs) -> GqaInputs:
     """The call's inputs, and what all layers share."""
     per_row = op.Concat(op.Shape(call.ids), [-1], axis=0)
     assert call.ids.shape is not None
-    decodes = call.ids.shape[1] == 1
     sink = None
-    if decodes and call.past.dtype == ir.DataType.INT8:
-        sink = _sink_of_nothing(op, call.total_sequence_length, config.num_heads)
+    if call.past.dtype == ir.DataType.INT8:
+        sink = _sink_of_nothing(op, call.seqlens_k, config.num_heads)
+        if call.ids.shape[1] != 1:
+            # Made all the same, and dropped with what nobody reads: nodes are numbered, constants
+            # that ONNX Runtime folds are named after nodes, and shared files want equal names.
+            sink = None
     return GqaInputs(**vars(call), per_row=per_row, sink=sink)
 
 
-def _sink_of_nothing(op: Any, scalar: ir.Value, num_heads: int) -> ir.Value:
-    """A head_sink [num_heads] of -inf, made of any number; it adds nothing to a softmax.
+def _sink_of_nothing(op: Any, lengths: ir.Value, num_heads: int) -> ir.Value:
+    """A head_sink [num_heads] of -inf, made of any integers [batch]; it adds nothing to a softmax.
 
-    With one, ONNX Runtime's attention does not go over the cache in tiles. Over int8 that is a
-    tenth to a sixth faster for a single token (docs/performance.md), and slower for a prompt.
+    With one, ONNX Runtime's attention does not go over the cache in tiles. Over int8 that makes a
+    step of single tokens up to a quarter faster (docs/performance.md), and prompts slower.
     It is computed, by operators that need no constant: with an initializer that prefill has not,
     the packed files of the two could not be shared.
     """
-    number = op.Cast(scalar, to=ir.DataType.FLOAT)
-    nothing = op.Log(op.Sub(number, number))
-    return op.ConcatFromSequence(op.SequenceConstruct(*[nothing] * num_heads), axis=0, new_axis=1)
+    zero = op.ReduceMin(op.Sub(lengths, lengths))  # [1]
+    nothing = op.Log(op.Cast(zero, to=ir.DataType.FLOAT))
+    return op.Concat(*[nothing] * num_heads, axis=0)
 
 
 class Norm(nn.Module):
@@ -205,7 +208,7 @@ GQA = Flavor(
     # What GroupQueryAttention asks when it rotates; found when a graph runs, not at load.
     head_dim_multiple=16,
     signed_table=False,
-    kv_dtypes=frozenset({"float32", "int8"}),
+    kv_dtypes=frozenset({"float32", "float16", "bfloat16", "int8"}),
     rows=True,
     norm=Norm,
     prepare=prepare,

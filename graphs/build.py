@@ -11,6 +11,7 @@ from ortolan.graphs import contract as c
 from ortolan.graphs.attention_gqa import GQA
 from ortolan.graphs.attention_onnx import ONNX
 from ortolan.graphs.decoder import Decoder
+from ortolan.graphs.dtype import compute_in
 from ortolan.graphs.flavor import Flavor
 from ortolan.graphs.formats import Formats
 from ortolan.graphs.manifest import DEFAULT_DTYPES, Dtypes, ModelConfig
@@ -23,6 +24,8 @@ _DTYPES = {
     "int32": ir.DataType.INT32,
     "int64": ir.DataType.INT64,
     "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
     "int8": ir.DataType.INT8,
 }
 
@@ -83,8 +86,17 @@ def build_decoder_graph(
         value.type = ir.TensorType(_DTYPES[spec.dtype])
         value.shape = ir.Shape(spec.shape)
         graph.outputs.append(value)
+    _drop_unread(graph)
+    compute_in(graph, dtypes.activations)
     _attach(graph, tensors)
     return ir.Model(graph, ir_version=IR_VERSION, producer_name="ortolan")
+
+
+def _drop_unread(graph: ir.Graph) -> None:
+    """Remove nodes whose outputs nothing reads."""
+    for node in reversed(graph):
+        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
+            graph.remove(node, safe=True)
 
 
 def _attach(graph: ir.Graph, tensors: Mapping[str, ir.TensorProtocol]) -> None:

@@ -28,6 +28,8 @@ LENGTH = 163  # more than a tile of attention, which is 128 rows
 IDS = np.random.default_rng(0).integers(3, SHAPE.vocab, LENGTH).tolist()
 EXPORTS: dict[str, dict[str, Any]] = {
     "int8 kv": {"kv": "int8"},
+    "float16": {"dtype": "float16"},
+    "float16 with int8 kv": {"dtype": "float16", "kv": "int8"},
 }
 
 
