@@ -6,10 +6,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ortolan.errors import UsageError
-from ortolan.graphs.formats import EMBEDDING, FLOAT32, LM_HEAD, Formats, WeightFormat, weight_shapes
+from ortolan.graphs.formats import (
+    EMBEDDING,
+    FLOAT32,
+    LM_HEAD,
+    W8A8,
+    Formats,
+    WeightFormat,
+    weight_shapes,
+)
 from ortolan.graphs.manifest import ModelConfig
 
-WeightsChoice = Literal["source", "float32", "int8", "int4"]
+WeightsChoice = Literal["source", "float32", "int8", "int4", "w8a8"]
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 DEFAULT_BLOCK_SIZE = 32
@@ -48,11 +56,17 @@ def choose_formats(
     Raises UsageError if the choices contradict each other or the model.
     """
     choices = {
-        EMBEDDING: quantization.embedding or weights,
-        LM_HEAD: quantization.lm_head or weights,
+        EMBEDDING: quantization.embedding or _table_default(source[EMBEDDING], weights),
+        LM_HEAD: quantization.lm_head or _table_default(source.get(LM_HEAD, FLOAT32), weights),
     }
     if config.tie_embeddings:
-        choices[EMBEDDING] = choices[LM_HEAD] = _shared_table(weights, quantization)
+        shared = _shared_table(choices[EMBEDDING], quantization)
+        choices[EMBEDDING] = choices[LM_HEAD] = shared
+    if choices[EMBEDDING] == "w8a8":
+        raise UsageError(
+            "an embedding is looked up, not multiplied, so it cannot be w8a8; "
+            "give --embedding source, int8 or int4"
+        )
     _check_used(weights, quantization, list(choices.values()))
     shapes = weight_shapes(config)
     return {
@@ -62,6 +76,17 @@ def choose_formats(
         else fmt
         for name, fmt in source.items()
     }
+
+
+def _table_default(source: WeightFormat, weights: WeightsChoice) -> WeightsChoice:
+    """What the embedding and the head are stored in where nothing else is asked for.
+
+    A table is looked up, and the head has few rows, which cost bytes more than products: beside
+    w8a8 both stay in blocks.
+    """
+    if weights != "w8a8":
+        return weights
+    return "source" if source.blocked else "int8"
 
 
 def _shared_table(weights: WeightsChoice, quantization: Quantization) -> WeightsChoice:
@@ -98,12 +123,19 @@ def _format(
         return source
     if choice == "float32":
         return FLOAT32
+    if choice == "w8a8":
+        return W8A8
     block_size = quantization.block_size or DEFAULT_BLOCK_SIZE
     return WeightFormat(choice, block_size, affine=quantization.symmetric is False)
 
 
-def rounded_from(source: Formats, stored: Formats) -> list[str]:
+def rounded_from(source: Formats, *stored: Formats) -> list[str]:
     """The precisions of those source weights that are stored rounded, sorted."""
     return sorted(
-        {str(fmt) for name, fmt in source.items() if stored[name] != fmt and stored[name].blocked}
+        {
+            str(fmt)
+            for name, fmt in source.items()
+            for other in {formats[name] for formats in stored} - {fmt}
+            if other.blocked or other.w8a8
+        }
     )

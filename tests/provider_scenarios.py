@@ -43,9 +43,7 @@ class Scenario:
 
 
 def _greedy(tokens: int = 8, **others: Any) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=1, **others
-    )
+    return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=1, **others)
 
 
 def _sampled(**others: Any) -> SamplingParams:

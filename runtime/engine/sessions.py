@@ -165,6 +165,7 @@ def _check_contract(bundle: Bundle, graph: str, session: ort.InferenceSession) -
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
+        kv_dtype=bundle.manifest.dtypes.kv,
     )
     found = {value.name: list(value.shape) for value in session.get_inputs()}
     found |= {value.name: list(value.shape) for value in session.get_outputs()}

@@ -33,9 +33,7 @@ def test_answers_are_the_cpus(bundle: Path, name: str, opened: Opened, expected:
     assert [one["finish_reason"] for one in found] == [one["finish_reason"] for one in wanted]
     for mine, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(mine["logprobs"], theirs["logprobs"], atol=LOGITS_ATOL)
-        pairs = zip(
-            mine.get("prompt_logprobs", []), theirs.get("prompt_logprobs", []), strict=True
-        )
+        pairs = zip(mine.get("prompt_logprobs", []), theirs.get("prompt_logprobs", []), strict=True)
         for one, other in pairs:
             assert (one is None) == (other is None)
             if one is not None:
@@ -59,8 +57,7 @@ def test_default_accuracy_stays_close(bundle: Path, opened: Opened) -> None:
     with np.load(bundle.with_name(f"{bundle.name}.npz")) as wanted:
         for name, logits in found.items():
             worst = max(
-                kl_divergence(one, other)
-                for one, other in zip(wanted[name], logits, strict=True)
+                kl_divergence(one, other) for one, other in zip(wanted[name], logits, strict=True)
             )
             print(name, worst)
             assert worst < DEFAULT_KL
