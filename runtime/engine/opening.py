@@ -36,8 +36,8 @@ def open_engine(
     """An engine on a bundle. Raises ProviderError, UsageError, EngineError, BundleError."""
     model_config = bundle.manifest.model
     context = context_of(config, model_config.max_context)
-    use_threads(config.threads)
-    provider = configured_provider(config, ort)
+    threads = use_threads(config.threads)
+    provider = configured_provider(config, ort).with_threads(threads)
     check_fit(provider, bundle.manifest, config)
     sessions = _open_sessions(bundle, provider, config)
     num_valid = min(tokenizer.vocab_size, model_config.vocab_size)
