@@ -1,7 +1,7 @@
 """What every provider is asked, and how its answers are written down.
 
-make_provider_references.py asks the CPU in the environment that exports; tests/providers ask the provider
-in its own, where nothing can be exported.
+make_provider_references.py asks the CPU in the environment that exports; tests/providers ask the
+provider in its own, where nothing can be exported.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ class Scenario:
 
 
 def _greedy(tokens: int = 8, **others: Any) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=1, **others
-    )
+    return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=1, **others)
 
 
 def _sampled(**others: Any) -> SamplingParams:

@@ -50,11 +50,11 @@ class _Bound:
             self.generation = values.generation
         for name, array in inputs.items():
             device.bind_input(self.io, name, array)
-        run_bound(self.session, self.io)
+        run_bound(self.session, self.io, device.run_options())
         values.ran()
 
     def logits(self) -> ort.OrtValue:
-        """Of the last run, until the next one: it is a reference to what the binding holds.
+        """Of the last run, until the next one: up to 1.27 it is the binding's own value.
 
         Outputs come in the order of binding; logits are bound first.
         """
