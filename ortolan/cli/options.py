@@ -102,7 +102,7 @@ provider_option = click.option(
 strict_option = click.option(
     "--strict/--no-strict",
     default=None,
-    help="Refuse a provider that leaves compute to the CPU.  [default: warn]",
+    help="Refuse a provider that leaves compute to the CPU.  [default: say so in the log]",
 )
 copies_option = click.option(
     "--kv-copies/--no-kv-copies",
