@@ -359,9 +359,9 @@ class EngineConfig:
     to this many plain steps (at least 1.5); gap_ms: the same bound in milliseconds, if given.
     whole_prompt: prompts of at most so many tokens, and of a chunk, are read in one piece whatever
     gap that makes, unless gap_ms is given: short ones do not wait, and cost less in one piece.
-    kv_tokens: most tokens whose KV running requests may hold; None: what half of the memory
-    that is free holds.
-    prefix_cache_mb: MiB for KV of earlier prompts; None: a tenth of free memory; 0: off.
+    kv_tokens: most tokens whose KV running requests may hold; None: what memory has room for
+    (see runtime/plan.py).
+    prefix_cache_mb: MiB for KV of earlier prompts; None: a sixth of that room; 0: off.
     max_waiting, max_waiting_tokens: answers (n of a request count n), and tokens of their prompts,
     that may wait.
     priority_patience: how many requests of a better priority may overtake one that waits.

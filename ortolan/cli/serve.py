@@ -172,8 +172,8 @@ def _show(settings: tuple[Setting, ...], bundle: Path) -> None:
         "cache_dir": "in the bundle, or the user's cache folder",
         "max_context": "the bundle's",
         "gap_ms": "no bound",
-        "kv_tokens": "half of free memory",
-        "prefix_cache_mb": "a tenth of free memory",
+        "kv_tokens": "what memory has room for",
+        "prefix_cache_mb": "a sixth of the room for KV",
     }
     rows = [
         (one.name, meant.get(one.name, "none") if one.value is None else _text(one), one.origin)

@@ -52,7 +52,8 @@ class Provider:
     device: the name by which outputs are bound to its memory, "cpu" where it works on host memory.
     device_id: which of its devices.
     distribution: the package on PyPI that has it; remedy: what to do where it cannot run; extra:
-    of ours, which installs it. hint: what to look at where it is installed and does not run.
+    of ours, which installs it. systems: where there is such a package, as sys.platform names
+    them; empty: everywhere. hint: what to look at where it is installed and does not run.
     session_config: config entries of every session; options: the provider's own.
     known_options: those that a user may set. option_prefix: where ONNX Runtime reads the options
     from the session's config, what their names begin with there.
@@ -76,6 +77,7 @@ class Provider:
     memory_pattern: bool = True
     sequential: bool = False
     extra: str = ""
+    systems: tuple[str, ...] = ()
     hint: str = ""
     known_options: Mapping[str, Option] = field(default_factory=dict)
     option_prefix: str = ""

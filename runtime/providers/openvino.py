@@ -4,17 +4,30 @@ A device_type that is not there, such as GPU, would have ONNX Runtime go on with
 provider, with no more than a line in its log: Provider.open_session refuses that.
 
 Sources: https://onnxruntime.ai/docs/execution-providers/OpenVINO-ExecutionProvider.html, and the
-names that the wheel of 1.24.1 accepts (it refuses others). Left out: `context`, an address, and
-device_id, which it calls deprecated.
+names that the wheel of 1.24.1 accepts (it refuses others). Left out: `context`, an address;
+device_id, which it calls deprecated; reshape_input and layout, for graphs of one shape.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from ortolan.runtime.providers.base import Capabilities, Provider
 from ortolan.runtime.providers.options import Option
 
 _BOOL = Option(choices=("True", "False"))
 _DEVICE = r"(CPU|GPU|NPU)(\.[0-9]+)?"
+
+
+def _list_devices() -> Sequence[str]:
+    """OpenVINO's names of the devices that device_type may be set to."""
+    try:
+        from onnxruntime.capi._pybind_state import get_available_openvino_device_ids
+    except ImportError:  # another build
+        return ()
+    found: Sequence[str] = get_available_openvino_device_ids()
+    return found
+
 
 PROVIDER = Provider(
     name="openvino",
@@ -24,6 +37,7 @@ PROVIDER = Provider(
     remedy="in an environment of its own: pip install onnxruntime-openvino",
     extra="openvino",
     hint="device_type CPU runs anywhere; GPU and NPU need Intel's hardware and driver",
+    list_devices=_list_devices,
     options={"device_type": "CPU"},
     known_options={
         "device_type": Option(
@@ -40,7 +54,5 @@ PROVIDER = Provider(
         "enable_qdq_optimizer": _BOOL,
         "enable_causallm": _BOOL,
         "disable_dynamic_shapes": _BOOL,
-        "reshape_input": Option(),
-        "layout": Option(),
     },
 )

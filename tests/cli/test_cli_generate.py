@@ -192,6 +192,7 @@ def test_engine_options_reach_load_with_the_fields_defaults(run: Run, fake: Any)
         "provider": "other",
         "provider_options": {},
         "strict": False,
+        "kv_copies": False,
         "threads": 3,
         "cache_dir": "there",
         "max_context": 64,
@@ -207,6 +208,7 @@ def test_engine_options_reach_load_with_the_fields_defaults(run: Run, fake: Any)
         "kv_tokens": 99,
         "prefix_cache_mb": 0,
         "prefill_chunk": 32,
+        "whole_prompt": 256,
         "gap_steps": 2.0,
         "gap_ms": 9.0,
     }
