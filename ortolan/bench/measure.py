@@ -25,7 +25,7 @@ from ortolan.runtime.engine.chunks import chunk_sizes
 from ortolan.runtime.engine.device import Device
 from ortolan.runtime.engine.device_model import DeviceModel
 from ortolan.runtime.engine.device_opening import check_fit, open_device_model
-from ortolan.runtime.engine.kv_cache import KvCache
+from ortolan.runtime.engine.kv_cache import KvCache, element_bytes
 from ortolan.runtime.engine.model import Model
 from ortolan.runtime.engine.opening import open_host_model
 from ortolan.runtime.engine.packed import packed_graphs
@@ -120,6 +120,10 @@ class Bench:
     def _model_config(self) -> ModelConfig:
         return self.opened.model.config
 
+    @property
+    def _kv_bytes(self) -> int:
+        return element_bytes(self.opened.bundle.manifest.dtypes.kv)
+
     def run(self, case: Case) -> Sample:
         """One sample of the case."""
         if case.phase == "prefill":
@@ -131,9 +135,10 @@ class Bench:
         if case.phase == "prefill":
             chunks = chunk_sizes(case.tokens, self.opened.config.prefill_chunk)
             nodes = self.nodes[self.opened.prefill_name]
-            return prefill_cost(nodes, self._model_config, chunks)
+            return prefill_cost(nodes, self._model_config, chunks, self._kv_bytes)
         nodes = self.nodes[DECODE]
-        return decode_cost(nodes, self._model_config, case.batch, case.context, case.tokens)
+        sizes = case.batch, case.context, case.tokens
+        return decode_cost(nodes, self._model_config, *sizes, self._kv_bytes)
 
     def _prefill(self, case: Case) -> Sample:
         ids = self._ids(case.tokens)

@@ -26,6 +26,9 @@ CASES: dict[str, tuple[Any, bool, ExportOptions]] = {
     "tied-float": ("F16", True, ExportOptions()),
     "untied-mixed": ({"*": "Q4_0", "*attn_v*": "Q8_0"}, False, ExportOptions()),
     "expanded": ("Q4_1", False, ExportOptions("float32")),
+    "float16": ({"*": "Q4_1", "token_embd*": "Q8_0"}, True, ExportOptions(dtype="float16")),
+    "bfloat16": ("F16", False, ExportOptions(dtype="bfloat16")),
+    "int8-kv-of-floats": ("F16", True, ExportOptions(kv="int8")),
     "int8-kv": ({"*": "Q4_1", "token_embd*": "Q8_0"}, True, ExportOptions(kv="int8")),
 }
 
@@ -50,6 +53,8 @@ def entries(values: Any) -> list[tuple[str, str, list[int | str]]]:
         onnx.TensorProto.INT64: "int64",
         onnx.TensorProto.FLOAT: "float32",
         onnx.TensorProto.INT8: "int8",
+        onnx.TensorProto.FLOAT16: "float16",
+        onnx.TensorProto.BFLOAT16: "bfloat16",
     }
     return [
         (
