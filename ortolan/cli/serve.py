@@ -51,6 +51,7 @@ _HELP = {
     "max_waiting_tokens": ("N", "Most prompt tokens that may wait."),
     "priority_patience": ("N", "How many may overtake a request that waits."),
     "accuracy": ("NAME", "default: int8 activations; exact: float32, slower."),
+    "decode_graph": ("NAME", "Where a bundle's phases differ: its graph for few or many rows."),
 }
 
 
