@@ -55,7 +55,7 @@ def opened(
         max_context=CONTEXT,
         max_slots=6,
         prefill_chunk=48,
-        kv_tokens=330,  # tight enough to preempt
+        kv_tokens=160,  # tight enough to preempt
         prefix_cache_mb=16,
         decode_graph=graph,
     )
@@ -109,7 +109,6 @@ def random_request(chance: random.Random, ids: list[int]) -> Request:
         max_tokens=chance.randint(10, 60),
         temperature=chance.choice([0.0, 1.0]),
         seed=chance.randrange(2**40),
-        n=chance.choice([1, 1, 2]),
         logprobs=2,
         ignore_eos=True,
     )
