@@ -37,7 +37,7 @@ from ortolan.runtime.engine.sessions import (
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.machine import cpu_fingerprint
 from ortolan.runtime.params import EngineConfig
-from ortolan.runtime.providers import Provider, find_provider
+from ortolan.runtime.providers import Provider, configured_provider
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def optimized_graphs(bundle_path: Path, config: EngineConfig) -> dict[str, Path]
     """
     bundle = Bundle.open(bundle_path)
     use_threads(config.threads)
-    provider = find_provider(config.provider, ort)
+    provider = configured_provider(config, ort)
     name = decode_graph(bundle.manifest, config)
     packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir, name)
     if packed is None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from ortolan.errors import BundleError, EngineError, UsageError
+from ortolan.errors import BundleError, EngineError, ProviderError, UsageError
 from ortolan.graphs.contract import (
     DECODE,
     DECODE_MANY,
+    DECODES,
     PREFILL,
     PREFILL_RAGGED,
     SAMPLE,
@@ -24,6 +25,7 @@ from ortolan.runtime.engine.accuracy import LEVELS, Accuracy, with_accuracy
 from ortolan.runtime.machine import adds_bytes_in_16_bits
 from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.providers import Provider
+from ortolan.runtime.providers.placement import CPU, RECORD_ENTRY, check_placement
 
 _RAGGED_SINCE = (1, 32)  # GroupQueryAttention takes query_seqlens
 # 1.24 and 1.27 crash in some graphs when their packed form is run.
@@ -113,14 +115,19 @@ def open_source_graph(
         check_products(bundle.manifest)
         # Without VNNI, sums of W8A8 products overflow 16 bits unless a slower product is taken.
         entries["session.x64quantprecision"] = "1"
+    if provider.ort_name != CPU:
+        entries |= [RECORD_ENTRY]
     if save_to is not None:
         entries["session.save_external_prepacked_constant_initializers"] = "1"
         entries["session.optimized_model_external_initializers_file_name"] = data_name
     options = session_options(entries)
     if save_to is not None:
         options.optimized_model_filepath = str(save_to)
-    model = with_accuracy(bundle.graph_path(graph).read_bytes(), accuracy)
-    return _open(bundle.graph_path(graph), model, options, provider)
+    path = bundle.graph_path(graph)
+    model = with_accuracy(path.read_bytes(), accuracy)
+    session = _open(path, model, options, provider, captured=graph in DECODES)
+    check_placement(path, session, model, provider, ort.__version__)
+    return session
 
 
 def check_products(manifest: Manifest) -> None:
@@ -149,11 +156,20 @@ def open_tiny_graph(graph: bytes, provider: Provider) -> ort.InferenceSession:
 
 
 def _open(
-    path: Path, model: bytes | str, options: ort.SessionOptions, provider: Provider
+    path: Path,
+    model: bytes | str,
+    options: ort.SessionOptions,
+    provider: Provider,
+    *,
+    captured: bool = False,
 ) -> ort.InferenceSession:
     try:
-        session: ort.InferenceSession = provider.open_session(ort, model, options)
+        session: ort.InferenceSession = provider.open_session(
+            ort, model, options, captured=captured
+        )
         return session
+    except ProviderError:
+        raise
     except Exception as exc:
         raise EngineError(
             f"{path}: onnxruntime {ort.__version__} cannot load it for provider {provider.name}: "

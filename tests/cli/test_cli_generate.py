@@ -190,6 +190,8 @@ def test_engine_options_reach_load_with_the_fields_defaults(run: Run, fake: Any)
     )
     assert fake.loaded[1] == {
         "provider": "other",
+        "provider_options": {},
+        "strict": False,
         "threads": 3,
         "cache_dir": "there",
         "max_context": 64,
