@@ -13,6 +13,8 @@ from typing import Literal
 import onnx_ir as ir
 
 from ortolan.errors import CheckpointError, ConfigError, UsageError
+from ortolan.export.calibrated import calibrated
+from ortolan.export.calibration import Ids
 from ortolan.export.calibration_text import calibration_text, calibration_windows
 from ortolan.export.gguf_reader import GgufCheckpoint
 from ortolan.export.hf_reader import HfCheckpoint
@@ -72,7 +74,7 @@ class ExportOptions:
     """weights: "source" keeps the checkpoint's precision exactly, "float32" expands it, "int8" and
     "int4" round it to blocks, quantization says how; "w8a8" rounds activations too.
     prefill_weights, decode_weights: what one phase has instead.
-    calibration: a text file to smooth w8a8 weights by; None takes the one that is shipped.
+    calibration: a text file to calibrate weights on; None takes the one that is shipped.
     max_context: positions that the rotary tables cover; None takes the checkpoint's limit.
     force: replace an existing bundle.
     attention: the flavor of the graphs; "gqa" is the fast one, "onnx" has standard operators only.
@@ -110,14 +112,11 @@ def export_bundle(
         options.decode_weights or options.weights,
         options.quantization,
     )
-    if any(has_w8a8(phase) for phase in phases):
+    if options.quantization.calibrate or any(has_w8a8(phase) for phase in phases):
         text, name = calibration_text(options.calibration), "the calibration text"
         most, vocab = config.max_context, config.vocab_size
         windows = calibration_windows(text, texts, most, vocab, name)
-        phases = [
-            smoothed(phase, config, windows, progress) if has_w8a8(phase) else phase
-            for phase in phases
-        ]
+        phases = [_calibrated(phase, config, windows, options, progress) for phase in phases]
 
     with published_folder(target, force=options.force, replaceable=_BUNDLE_NAMES) as folder:
         with WeightsFile(folder / WEIGHTS_NAME) as file:
@@ -142,6 +141,19 @@ def export_bundle(
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
+
+
+def _calibrated(
+    phase: Phase,
+    config: ModelConfig,
+    windows: Ids,
+    options: ExportOptions,
+    progress: Progress | None,
+) -> Phase:
+    """The phase with its weights made for what they read on the calibration text."""
+    if has_w8a8(phase):
+        return smoothed(phase, config, windows, progress)
+    return calibrated(phase, config, windows) if options.quantization.calibrate else phase
 
 
 def open_checkpoint(path: Path, max_context: int | None) -> GgufCheckpoint | HfCheckpoint:

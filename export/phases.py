@@ -77,7 +77,7 @@ def _formats(
     """The formats of one phase. Options of rounding are for those phases that have blocks."""
     rounded = ("int8", "int4")
     if weights not in rounded and other in rounded:
-        quantization = replace(quantization, block_size=None, symmetric=None)
+        quantization = replace(quantization, block_size=None, symmetric=None, calibrate=False)
     return choose_formats(source, config, weights, quantization)
 
 

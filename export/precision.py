@@ -31,6 +31,7 @@ class Quantization:
     block_size: inputs that share a scale; None stands for 32.
     symmetric: codes times a scale, or (False) plus an offset per block; None stands for True.
     lm_head, embedding: formats of their own; None follows the other weights.
+    calibrate: round for what the layers read on a text, not each weight for itself.
     Raises UsageError for a block size that there is not.
     """
 
@@ -38,6 +39,7 @@ class Quantization:
     symmetric: bool | None = None
     lm_head: WeightsChoice | None = None
     embedding: WeightsChoice | None = None
+    calibrate: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
@@ -109,6 +111,8 @@ def _check_used(
         unused.append(f"--block-size {quantization.block_size}")
     if quantization.symmetric is not None:
         unused.append("--symmetric" if quantization.symmetric else "--asymmetric")
+    if quantization.calibrate:
+        unused.append("--calibrate")
     if unused:
         raise UsageError(
             f"{unused[0]} has no effect on weights that are not rounded; "

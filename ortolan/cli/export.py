@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ortolan.graphs.manifest import Manifest
 
 _FORMATS = click.Choice(get_args(WeightsChoice))
+_SHIPPED = "\0"  # --calibrate without a file; no file is called that
 
 
 # The defaults in the texts are ExportOptions', which cannot be read here: its module needs
@@ -51,6 +52,14 @@ _FORMATS = click.Choice(get_args(WeightsChoice))
     default=None,
     help="Asymmetric blocks have an offset too: closer to the source, slower.  "
     "[default: symmetric]",
+)
+@click.option(
+    "--calibrate",
+    metavar="[TEXT]",
+    is_flag=False,
+    flag_value=_SHIPPED,
+    help="Round for what the layers read on a text: a file of yours (--calibrate=FILE), or the one "
+    "that is shipped. Takes minutes; far closer to the source.",
 )
 @click.option("--lm-head", type=_FORMATS, help="The output head's own format.")
 @click.option(
@@ -83,6 +92,7 @@ def export(
     weights: str | None,
     block_size: int | None,
     symmetric: bool | None,
+    calibrate: str | None,
     lm_head: WeightsChoice | None,
     embedding: WeightsChoice | None,
     max_context: int | None,
@@ -104,7 +114,10 @@ def export(
         "max_context": max_context,
         "attention": attention,
         "force": force,
-        "quantization": Quantization(block_size, symmetric, lm_head, embedding),
+        "quantization": Quantization(
+            block_size, symmetric, lm_head, embedding, calibrate=calibrate is not None
+        ),
+        "calibration": None if calibrate in (None, _SHIPPED) else Path(calibrate),
     }
     options = exporter.ExportOptions(**{k: v for k, v in given.items() if v is not None})
     began_s = time.perf_counter()
