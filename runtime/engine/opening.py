@@ -19,7 +19,7 @@ from ortolan.runtime.engine.model import Model
 from ortolan.runtime.engine.packed import discard, packed_graphs
 from ortolan.runtime.engine.prefix_cache import PrefixCache
 from ortolan.runtime.engine.sampler import Sampler
-from ortolan.runtime.engine.sessions import SessionSet, open_sessions
+from ortolan.runtime.engine.sessions import SessionSet, decode_graph, open_sessions
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.memory import memory_found, process_bytes, return_freed_memory
 from ortolan.runtime.params import EngineConfig
@@ -86,12 +86,13 @@ def open_host_model(
 
 def _open_sessions(bundle: Bundle, provider: Provider, config: EngineConfig) -> SessionSet:
     """Sessions from the packed cache, made anew where it turns out to be damaged."""
-    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
+    decode = decode_graph(bundle.manifest, config)
+    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir, decode)
     try:
-        return open_sessions(bundle, provider, config.accuracy, packed)
+        return open_sessions(bundle, provider, config.accuracy, packed, decode)
     except EngineError:
         if packed is None:
             raise
         discard(packed)
-    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
-    return open_sessions(bundle, provider, config.accuracy, packed)
+    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir, decode)
+    return open_sessions(bundle, provider, config.accuracy, packed, decode)
