@@ -79,6 +79,7 @@ def test_help_states_the_fields_defaults(run: Run) -> None:
         "force": False,
         "attention": "gqa",
         "kv": "float",
+        "dtype": "float32",
         "quantization": Quantization(),
     }
     assert (DEFAULT_BLOCK_SIZE, Quantization().symmetric) == (32, None)
