@@ -13,6 +13,8 @@ from typing import Literal
 import onnx_ir as ir
 
 from ortolan.errors import CheckpointError, ConfigError, UsageError
+from ortolan.export.calibrated import calibrated
+from ortolan.export.calibration import Ids
 from ortolan.export.calibration_text import calibration_text, calibration_windows
 from ortolan.export.gguf_reader import GgufCheckpoint
 from ortolan.export.hf_reader import HfCheckpoint
@@ -34,6 +36,7 @@ from ortolan.graphs import contract as c
 from ortolan.graphs.build import FLAVORS, build_decoder_graph
 from ortolan.graphs.contract import FloatDtype
 from ortolan.graphs.flavor import Flavor
+from ortolan.graphs.formats import Formats
 from ortolan.graphs.manifest import (
     MANIFEST_NAME,
     PACKED_NAME,
@@ -77,7 +80,8 @@ class ExportOptions:
     """weights: "source" keeps the checkpoint's precision exactly, "float32" expands it, "int8" and
     "int4" round it to blocks, quantization says how; "w8a8" rounds activations too.
     prefill_weights, decode_weights: what one phase has instead.
-    calibration: a text file to smooth w8a8 weights by, and to take an int8 cache's scales from;
+    preset: what the precisions are called together, for the manifest.
+    calibration: a text file to calibrate weights on, and to take an int8 cache's scales from;
     None takes the one that is shipped.
     max_context: positions that the rotary tables cover; None takes the checkpoint's limit.
     force: replace an existing bundle.
@@ -90,6 +94,7 @@ class ExportOptions:
     prefill_weights: WeightsChoice | None = None
     decode_weights: WeightsChoice | None = None
     calibration: Path | None = None
+    preset: str = ""
     max_context: int | None = None
     force: bool = False
     quantization: Quantization = DEFAULT_QUANTIZATION
@@ -122,20 +127,21 @@ def export_bundle(
         options.decode_weights or options.weights,
         options.quantization,
     )
-    smooth = any(has_w8a8(phase) for phase in phases)
-    if smooth and dtypes.activations != "float32":
+    activations_rounded = any(has_w8a8(phase) for phase in phases)
+    if activations_rounded and dtypes.activations != "float32":
         raise UsageError(
             f"--dtype {dtypes.activations} is not possible with w8a8 weights, whose products are "
             "made for CPUs; take --weights int4 or int8 with it, or leave --dtype out"
         )
-    if smooth or dtypes.kv == "int8":
+    calibrated = options.quantization.calibrate or activations_rounded
+    if calibrated or dtypes.kv == "int8":
         text, name = calibration_text(options.calibration), "the calibration text"
         most, vocab = config.max_context, config.vocab_size
         windows = calibration_windows(text, texts, most, vocab, name)
-    if smooth:
+    if calibrated:
+        beside = phases[0].formats
         phases = [
-            smoothed(phase, config, windows, progress) if has_w8a8(phase) else phase
-            for phase in phases
+            _calibrated(phase, config, windows, options, progress, beside) for phase in phases
         ]
     scales = kv_scales(checkpoint, config, windows) if dtypes.kv == "int8" else {}
 
@@ -160,11 +166,26 @@ def export_bundle(
             weights=[_as_stored(group, dtypes) for group in groups] + kv_groups,
             files=files,
             source=Source(source_name(path), checkpoint.format_name, _hash(checkpoint.files)),
+            preset=options.preset,
             rounded_from=rounded_from(checkpoint.formats, *(phase.formats for phase in phases)),
             dtypes=dtypes,
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
+
+
+def _calibrated(
+    phase: Phase,
+    config: ModelConfig,
+    windows: Ids,
+    options: ExportOptions,
+    progress: Progress | None,
+    beside: Formats,
+) -> Phase:
+    """The phase with its weights made for what they read on the calibration text."""
+    if has_w8a8(phase):
+        return smoothed(phase, config, windows, progress, beside)
+    return calibrated(phase, config, windows) if options.quantization.calibrate else phase
 
 
 def open_checkpoint(path: Path, max_context: int | None) -> GgufCheckpoint | HfCheckpoint:

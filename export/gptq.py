@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ortolan.export.quantize import Floats, fit_blocks
-from ortolan.export.weights import Weight
+from ortolan.export.weights import Weight, stack_rows
 from ortolan.graphs.formats import WeightFormat
 
 DAMPING = 0.01  # of the mean of H's diagonal, added to the diagonal
 _GROUP = 128  # columns whose errors reach the ones behind them together
+_ELEMENTS = 1 << 22  # of a matrix that are rounded together
 _ROWS = 256  # rows whose scales are fitted together
 _LEAF = 128  # size from which a triangle is inverted in halves
 
@@ -77,6 +78,16 @@ def gptq(values: Floats, moments: Moments, fmt: WeightFormat, refinements: int =
     refinements: how often scales and codes are fitted to each other afterwards.
     Raises CheckpointError if an element is not finite.
     """
+    # Rows do not depend on each other: those of a large table are rounded some at a time.
+    step = max(1, _ELEMENTS // values.shape[1])
+    slabs = [
+        _rounded_rows(values[start : start + step], moments, fmt, refinements)
+        for start in range(0, len(values), step)
+    ]
+    return stack_rows(slabs)
+
+
+def _rounded_rows(values: Floats, moments: Moments, fmt: WeightFormat, refinements: int) -> Weight:
     _, scale, offset = fit_blocks(values, fmt, moments.importance)
     codes = _rounded(values, moments, fmt, scale, offset)
     for _ in range(refinements):
@@ -87,8 +98,12 @@ def gptq(values: Floats, moments: Moments, fmt: WeightFormat, refinements: int =
 
 def nearest(values: Floats, fmt: WeightFormat, importance: Floats | None = None) -> Weight:
     """The matrix in blocks, each element rounded for itself."""
-    codes, scale, offset = fit_blocks(values, fmt, importance)
-    return Weight(fmt, codes.astype(np.int8), scale, offset if fmt.affine else None)
+    step = max(1, _ELEMENTS // values.shape[1])
+    slabs = []
+    for start in range(0, len(values), step):
+        codes, scale, offset = fit_blocks(values[start : start + step], fmt, importance)
+        slabs.append(Weight(fmt, codes.astype(np.int8), scale, offset if fmt.affine else None))
+    return stack_rows(slabs)
 
 
 def _inverse_of_upper(triangle: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -75,9 +75,9 @@ def _formats(
     quantization: Quantization,
 ) -> dict[str, WeightFormat]:
     """The formats of one phase. Options of rounding are for those phases that have blocks."""
-    rounded = ("int8", "int4")
+    rounded = ("int8", "int4", "blocks")
     if weights not in rounded and other in rounded:
-        quantization = replace(quantization, block_size=None, symmetric=None)
+        quantization = replace(quantization, block_size=None, symmetric=None, calibrate=False)
     return choose_formats(source, config, weights, quantization)
 
 

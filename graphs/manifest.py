@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ortolan.errors import BundleError
-from ortolan.graphs.contract import FloatDtype, KvDtype
+from ortolan.graphs.contract import DECODE_MANY, FloatDtype, KvDtype
 
 SCHEMA_MAJOR = 1
 # 1: what weights were rounded from, typed accuracy reports; 2: Gemma, OLMo2; 3: dtypes.
@@ -183,7 +183,8 @@ class AccuracyReport:
     """The price of a bundle's precision, measured on texts that nothing was calibrated on.
 
     accuracy: what products were computed in, "default" or "exact". reference: what it is compared
-    with. runtime: what computed both. total: over all of `texts`.
+    with. runtime: what computed both. total: over all of `texts`. phase: whose weights read the
+    texts, "prefill" or "decode", in a bundle where these differ.
     """
 
     accuracy: str
@@ -191,6 +192,7 @@ class AccuracyReport:
     runtime: str
     total: TextAccuracy
     texts: list[TextAccuracy]
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ class Manifest:
     """Everything that a runtime or a reader needs to know before it opens a graph.
 
     rounded_from: precisions of those source weights that are stored rounded; empty if none are.
+    preset: what its precisions were asked for as, or empty.
     no_report: why there is no accuracy report; None where there is one, or nothing to report.
     """
 
@@ -229,11 +232,17 @@ class Manifest:
     accuracy_reports: list[AccuracyReport] = field(default_factory=list)
     no_report: str | None = None
     dtypes: Dtypes = field(default_factory=Dtypes)
+    preset: str = ""
 
     @property
     def quantized(self) -> bool:
         """Whether some weights are stored as integer codes."""
         return self.w8a8 or any(" block " in group.precision for group in self.weights)
+
+    @property
+    def phases_differ(self) -> bool:
+        """Whether prefill and decode have weights of their own."""
+        return DECODE_MANY in self.graphs
 
     @property
     def w8a8(self) -> bool:

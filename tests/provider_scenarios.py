@@ -1,7 +1,7 @@
 """What every provider is asked, and how its answers are written down.
 
-make_provider_references.py asks the CPU in the environment that exports; tests/providers ask the provider
-in its own, where nothing can be exported.
+make_provider_references.py asks the CPU in the environment that exports; tests/providers ask the
+provider in its own, where nothing can be exported.
 """
 
 from __future__ import annotations

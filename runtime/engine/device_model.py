@@ -54,7 +54,7 @@ class _Bound:
         values.ran()
 
     def logits(self) -> ort.OrtValue:
-        """Of the last run, until the next one: it is a reference to what the binding holds.
+        """Of the last run, until the next one: up to 1.27 it is the binding's own value.
 
         Outputs come in the order of binding; logits are bound first.
         """

@@ -19,7 +19,7 @@ from ortolan.runtime.engine.model import Model
 from ortolan.runtime.engine.packed import discard, packed_graphs
 from ortolan.runtime.engine.prefix_cache import PrefixCache
 from ortolan.runtime.engine.sampler import Sampler
-from ortolan.runtime.engine.sessions import SessionSet, open_sessions
+from ortolan.runtime.engine.sessions import SessionSet, decode_graph, open_sessions
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.memory import memory_found, process_bytes, return_freed_memory
 from ortolan.runtime.params import EngineConfig
@@ -78,20 +78,21 @@ def open_host_model(
     manifest: Manifest, sessions: SessionSet, config: EngineConfig, context: int
 ) -> Model:
     """The decoder over a KV cache in host memory."""
-    model, kv = manifest.model, manifest.dtypes.kv
-    capacity = padded_capacity(context, model.head_dim, kv)
-    cache = KvCache(model, rows_of_cache(config), capacity, kv)
+    model, kv_dtype = manifest.model, manifest.dtypes.kv
+    capacity = padded_capacity(context, model.head_dim, kv_dtype)
+    cache = KvCache(model, rows_of_cache(config), capacity, kv_dtype)
     return Model(model, sessions, cache, min_rows(config))
 
 
 def _open_sessions(bundle: Bundle, provider: Provider, config: EngineConfig) -> SessionSet:
     """Sessions from the packed cache, made anew where it turns out to be damaged."""
-    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
+    decode = decode_graph(bundle.manifest, config)
+    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir, decode)
     try:
-        return open_sessions(bundle, provider, config.accuracy, packed)
+        return open_sessions(bundle, provider, config.accuracy, packed, decode)
     except EngineError:
         if packed is None:
             raise
         discard(packed)
-    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
-    return open_sessions(bundle, provider, config.accuracy, packed)
+    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir, decode)
+    return open_sessions(bundle, provider, config.accuracy, packed, decode)
