@@ -152,8 +152,8 @@ def export_bundle(
             tensors = {name: {**own, **kv_tensors} for name, own in tensors.items()}
         files = {WEIGHTS_NAME: file.entry}
         graphs = _write_graphs(folder, config, phases, flavor, dtypes, tensors, files)
-        for name, text in texts.items():
-            (folder / name).write_bytes(text)
+        for name, content in texts.items():
+            (folder / name).write_bytes(content)
             files[name] = file_entry(folder / name)
         if progress is not None:
             progress("manifest", 1, 1)

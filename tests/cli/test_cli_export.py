@@ -66,7 +66,7 @@ def test_options_left_out_are_the_fields_defaults(
     run("export", "x", "y", "--weights", "float32", "--max-context", "64", "--force")
     assert exported == [
         ("model.gguf", Path("bundle"), exporter.ExportOptions(), None),
-        ("x", Path("y"), exporter.ExportOptions("float32", 64, force=True), None),
+        ("x", Path("y"), exporter.ExportOptions("float32", max_context=64, force=True), None),
     ]
 
 
@@ -75,10 +75,15 @@ def test_help_states_the_fields_defaults(run: Run) -> None:
     defaults = {item.name: item.default for item in dataclasses.fields(exporter.ExportOptions)}
     assert defaults == {
         "weights": "source",
+        "prefill_weights": None,
+        "decode_weights": None,
+        "calibration": None,
+        "preset": "",
         "max_context": None,
         "force": False,
         "attention": "gqa",
         "kv": "float",
+        "dtype": "float32",
         "quantization": Quantization(),
     }
     assert (DEFAULT_BLOCK_SIZE, Quantization().symmetric) == (32, None)
