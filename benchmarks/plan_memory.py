@@ -110,8 +110,8 @@ def hold(bundle: Path, settings: dict[str, Any]) -> dict[str, Any]:
     loaded = held_bytes()
     vocab_size = min(tokenizer.vocab_size, opened.manifest.model.vocab_size)
     context = config.max_context or opened.manifest.model.max_context
-    # Answers long enough that all slots are full at once, after the last prompt was read.
-    answer = context // 4
+    # Answers long enough to run until the last prompt was read: then all slots are full at once.
+    answer = context // 8
     drawn = SamplingParams(max_tokens=answer, temperature=0.9, ignore_eos=True, logprobs=2)
     full = list(prompts(config.max_slots, context - answer, vocab_size))
     with Peak() as filled:

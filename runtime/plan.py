@@ -8,8 +8,8 @@ from typing import Literal
 from ortolan.errors import UsageError
 from ortolan.graphs.contract import DECODE
 from ortolan.graphs.manifest import WEIGHTS_NAME, Manifest, ModelConfig
-from ortolan.runtime.engine.kv_cache import bytes_per_token, padded_capacity
-from ortolan.runtime.engine.sessions import prefill_graph
+from ortolan.runtime.engine.kv_cache import bytes_per_token, element_bytes, padded_capacity
+from ortolan.runtime.engine.sessions import packs_weights, prefill_graph
 from ortolan.runtime.memory import Memory
 from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.providers import Provider
@@ -139,7 +139,7 @@ def plan_memory(
     place: Place = "host" if provider.on_host else "device"
     around = _around_kv(manifest, config, provider, weights, process_bytes)
     taken = sum(part.bytes for part in around if part.place == place)
-    token_bytes = bytes_per_token(model)
+    token_bytes = bytes_per_token(model, manifest.dtypes.kv)
     most = config.max_slots * context
     prefix_bytes, room = 0, most * token_bytes
     if memory is not None:
@@ -157,7 +157,7 @@ def plan_memory(
         provider=provider.name,
         slots=config.max_slots,
         context=context,
-        capacity=padded_capacity(context, model.head_dim),
+        capacity=padded_capacity(context, model.head_dim, manifest.dtypes.kv),
         token_bytes=token_bytes,
         kv_tokens=kv_tokens,
         prefix_bytes=prefix_bytes,
@@ -206,7 +206,7 @@ def _around_kv(
 ) -> list[Part]:
     """Everything but KV, the margin last."""
     place: Place = "host" if provider.on_host else "device"
-    packs = provider.capabilities.packs_weights
+    packs = packs_weights(provider)
     read = "mapped from the packed cache" if packs else "read from the bundle, by each session"
     graphs = sum(
         manifest.files[f"{graph}.onnx"].size for graph in (DECODE, prefill_graph(provider))
@@ -246,8 +246,9 @@ def _activations(manifest: Manifest, config: EngineConfig) -> int:
     # stream and its norms.
     has_offsets = any(group.precision.endswith("offsets") for group in manifest.weights)
     inner = (4.5 if has_offsets else 6) * model.intermediate_size
+    number = element_bytes(manifest.dtypes.activations)
     wide = max(inner, 3 * queries + 4 * keys)
-    return int(_ARENA_COPIES * tokens * (wide + 5 * model.hidden_size) * 4)
+    return int(_ARENA_COPIES * tokens * (wide + 5 * model.hidden_size) * number)
 
 
 def _logits(model: ModelConfig, config: EngineConfig) -> int:
@@ -260,7 +261,7 @@ def _files(manifest: Manifest, provider: Provider, weights: WeightSizes) -> tupl
     bundle = Part(
         "bundle", sum(entry.size for entry in manifest.files.values()), "disk", "as exported"
     )
-    if not provider.capabilities.packs_weights:
+    if not packs_weights(provider):
         return (bundle,)
     what = "made by the first load, which takes twice as much for a while"
     return (bundle, Part("packed cache", weights.file, "disk", what))
@@ -270,6 +271,6 @@ def _first_load(
     manifest: Manifest, provider: Provider, weights: WeightSizes, process_bytes: int
 ) -> int:
     """Bytes at the most while weights are packed: the source mapped, the packed form in memory."""
-    packed = weights.file * _PACKING if provider.capabilities.packs_weights else 2 * weights.used
+    packed = weights.file * _PACKING if packs_weights(provider) else 2 * weights.used
     source = manifest.files[WEIGHTS_NAME].size
     return process_bytes + _SESSION_LEAST + source + int(packed)

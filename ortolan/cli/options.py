@@ -205,6 +205,13 @@ _ENGINE_OPTIONS = {
         show_default=True,
         help="default: quantized products with int8 activations; exact: in float32, slower.",
     ),
+    "decode_graph": click.option(
+        "--decode-graph",
+        type=click.Choice(get_args(get_type_hints(EngineConfig)["decode_graph"])),
+        default=default_of(EngineConfig, "decode_graph"),
+        show_default=True,
+        help="Where phases differ: weights for few answers (decode) or many (decode_many) at once.",
+    ),
 }
 
 
@@ -220,6 +227,7 @@ SHARING = (
     "gap_steps",
     "gap_ms",
     "whole_prompt",
+    "decode_graph",
 )
 
 

@@ -60,6 +60,7 @@ _HELP = {
     "max_waiting_tokens": ("N", "Most prompt tokens that may wait."),
     "priority_patience": ("N", "How many may overtake a request that waits."),
     "accuracy": ("NAME", "default: int8 activations; exact: float32, slower."),
+    "decode_graph": ("NAME", "Where a bundle's phases differ: its graph for few or many rows."),
     "provider_options": ("KEY=VALUE", "An option of the provider; can be given again."),
     "strict": ("", "Refuse a provider that leaves compute to the CPU."),
     "kv_copies": ("", "Take a provider that copies the KV cache at every step."),

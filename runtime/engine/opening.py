@@ -8,7 +8,7 @@ from typing import Any
 import onnxruntime as ort
 
 from ortolan.errors import EngineError
-from ortolan.graphs.manifest import ModelConfig
+from ortolan.graphs.manifest import Manifest
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.device import Device
 from ortolan.runtime.engine.device_model import DeviceModel
@@ -19,7 +19,7 @@ from ortolan.runtime.engine.model import Model
 from ortolan.runtime.engine.packed import discard, packed_graphs
 from ortolan.runtime.engine.prefix_cache import PrefixCache
 from ortolan.runtime.engine.sampler import Sampler
-from ortolan.runtime.engine.sessions import SessionSet, open_sessions
+from ortolan.runtime.engine.sessions import SessionSet, decode_graph, open_sessions
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.memory import memory_found, process_bytes, return_freed_memory
 from ortolan.runtime.params import EngineConfig
@@ -45,11 +45,11 @@ def open_engine(
     model: Model | DeviceModel[Any]
     device, prefix = None, None
     if provider.on_host and provider.capabilities.in_place_kv:
-        model = open_host_model(model_config, sessions, config, plan.context)
+        model = open_host_model(bundle.manifest, sessions, config, plan.context)
         prefix = PrefixCache(model.cache, plan.prefix_bytes)
     else:  # where the prefix cache could not copy anything
         device = Device(provider)
-        model = open_device_model(model_config, sessions, config, plan.context, device)
+        model = open_device_model(bundle.manifest, sessions, config, plan.context, device)
     return Engine(
         model,
         Sampler(sessions.sample, num_valid, device),
@@ -75,21 +75,24 @@ def _plan(bundle: Bundle, config: EngineConfig, provider: Provider) -> Plan:
 
 
 def open_host_model(
-    model: ModelConfig, sessions: SessionSet, config: EngineConfig, context: int
+    manifest: Manifest, sessions: SessionSet, config: EngineConfig, context: int
 ) -> Model:
     """The decoder over a KV cache in host memory."""
-    cache = KvCache(model, rows_of_cache(config), padded_capacity(context, model.head_dim))
+    model, kv_dtype = manifest.model, manifest.dtypes.kv
+    capacity = padded_capacity(context, model.head_dim, kv_dtype)
+    cache = KvCache(model, rows_of_cache(config), capacity, kv_dtype)
     return Model(model, sessions, cache, min_rows(config))
 
 
 def _open_sessions(bundle: Bundle, provider: Provider, config: EngineConfig) -> SessionSet:
     """Sessions from the packed cache, made anew where it turns out to be damaged."""
-    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
+    decode = decode_graph(bundle.manifest, config)
+    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir, decode)
     try:
-        return open_sessions(bundle, provider, config.accuracy, packed)
+        return open_sessions(bundle, provider, config.accuracy, packed, decode)
     except EngineError:
         if packed is None:
             raise
         discard(packed)
-    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
-    return open_sessions(bundle, provider, config.accuracy, packed)
+    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir, decode)
+    return open_sessions(bundle, provider, config.accuracy, packed, decode)
