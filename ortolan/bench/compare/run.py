@@ -103,7 +103,9 @@ def run_comparison(
             _attempt(side, lambda side=side: _open(side, bundle, plan, cases, pythons))
         for spec in against:
             peer = open_peer(spec, llama_bin)
-            sides.append(side := Side(peer.name, peer=peer))
+            # OpenVINO GenAI has the name of a provider, too.
+            name = peer.name if peer.name not in providers else f"{peer.name}, --against"
+            sides.append(side := Side(name, peer=peer))
             stack.callback(side.close)
         _rounds(sides, cases, plan.repeat, progress)
     return Comparison(
