@@ -13,23 +13,28 @@ from typing import Literal
 import onnx_ir as ir
 
 from ortolan.errors import CheckpointError, ConfigError, UsageError
+from ortolan.export.calibrated import calibrated
+from ortolan.export.calibration import Ids
+from ortolan.export.calibration_text import calibration_text, calibration_windows
 from ortolan.export.gguf_reader import GgufCheckpoint
 from ortolan.export.hf_reader import HfCheckpoint
 from ortolan.export.hf_texts import hf_texts
+from ortolan.export.kv_scales import kv_scales, write_scales
+from ortolan.export.phases import Phase, plan_phases, write_phases
 from ortolan.export.precision import (
     DEFAULT_QUANTIZATION,
     Quantization,
     WeightsChoice,
-    choose_formats,
     rounded_from,
 )
 from ortolan.export.publish import published_folder
+from ortolan.export.smooth import has_w8a8, smoothed
 from ortolan.export.sources import find_source, source_name
 from ortolan.export.tokenizer import tokenizer_files
 from ortolan.export.weights_file import WeightsFile
-from ortolan.export.write_weights import WeightsWriter
 from ortolan.graphs import contract as c
 from ortolan.graphs.build import FLAVORS, build_decoder_graph
+from ortolan.graphs.contract import FloatDtype
 from ortolan.graphs.flavor import Flavor
 from ortolan.graphs.formats import Formats
 from ortolan.graphs.manifest import (
@@ -39,17 +44,20 @@ from ortolan.graphs.manifest import (
     SCHEMA_MINOR,
     TEXT_NAMES,
     WEIGHTS_NAME,
+    Dtypes,
     FileEntry,
     GraphEntry,
     Manifest,
     ModelConfig,
     Source,
     TensorEntry,
+    WeightGroup,
     file_entry,
 )
 from ortolan.graphs.sample import build_sample_graph
 
 AttentionChoice = Literal["gqa", "onnx"]  # the keys of FLAVORS
+KvChoice = Literal["float", "int8"]
 
 # The rotary tables of a longer context would take gigabytes, mostly for a damaged number.
 MOST_POSITIONS = 1 << 20
@@ -60,7 +68,7 @@ _BUNDLE_NAMES = (
     WEIGHTS_NAME,
     PACKED_NAME,
     *TEXT_NAMES,
-    *(f"{graph}.onnx" for graph in c.GRAPH_NAMES),
+    *(f"{graph}.onnx" for graph in (*c.GRAPH_NAMES, c.DECODE_MANY)),
 )
 
 # Called before each step with what is being written, steps done, and steps in all.
@@ -70,17 +78,29 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class ExportOptions:
     """weights: "source" keeps the checkpoint's precision exactly, "float32" expands it, "int8" and
-    "int4" round it; quantization says how.
+    "int4" round it to blocks, quantization says how; "w8a8" rounds activations too.
+    prefill_weights, decode_weights: what one phase has instead.
+    preset: what the precisions are called together, for the manifest.
+    calibration: a text file to calibrate weights on, and to take an int8 cache's scales from;
+    None takes the one that is shipped.
     max_context: positions that the rotary tables cover; None takes the checkpoint's limit.
     force: replace an existing bundle.
     attention: the flavor of the graphs; "gqa" is the fast one, "onnx" has standard operators only.
+    kv: "float" keeps keys and values in what the graphs compute in, "int8" rounds them.
+    dtype: what the graphs compute in; what is stored in float32 is rounded to it.
     """
 
     weights: WeightsChoice = "source"
+    prefill_weights: WeightsChoice | None = None
+    decode_weights: WeightsChoice | None = None
+    calibration: Path | None = None
+    preset: str = ""
     max_context: int | None = None
     force: bool = False
     quantization: Quantization = DEFAULT_QUANTIZATION
     attention: AttentionChoice = "gqa"
+    kv: KvChoice = "float"
+    dtype: FloatDtype = "float32"
 
 
 def export_bundle(
@@ -98,36 +118,74 @@ def export_bundle(
     config = _with_context(path.name, checkpoint.config, options.max_context)
     flavor = FLAVORS[options.attention]
     _check_heads(path.name, config, flavor)
-    formats = choose_formats(checkpoint.formats, config, options.weights, options.quantization)
+    dtypes = Dtypes(options.dtype, "int8" if options.kv == "int8" else options.dtype)
+    _check_dtypes(path.name, dtypes, flavor, texts)
+    phases = plan_phases(
+        checkpoint,
+        config,
+        options.prefill_weights or options.weights,
+        options.decode_weights or options.weights,
+        options.quantization,
+    )
+    activations_rounded = any(has_w8a8(phase) for phase in phases)
+    if activations_rounded and dtypes.activations != "float32":
+        raise UsageError(
+            f"--dtype {dtypes.activations} is not possible with w8a8 weights, whose products are "
+            "made for CPUs; take --weights int4 or int8 with it, or leave --dtype out"
+        )
+    calibrated = options.quantization.calibrate or activations_rounded
+    if calibrated or dtypes.kv == "int8":
+        text, name = calibration_text(options.calibration), "the calibration text"
+        most, vocab = config.max_context, config.vocab_size
+        windows = calibration_windows(text, texts, most, vocab, name)
+    if calibrated:
+        beside = phases[0].formats
+        phases = [
+            _calibrated(phase, config, windows, options, progress, beside) for phase in phases
+        ]
+    scales = kv_scales(checkpoint, config, windows) if dtypes.kv == "int8" else {}
 
     with published_folder(target, force=options.force, replaceable=_BUNDLE_NAMES) as folder:
-        with WeightsFile(folder / WEIGHTS_NAME) as file:
-            writer = WeightsWriter(checkpoint, config, formats, file, flavor)
-            items = list(writer.items())
-            for done, item in enumerate(items):
-                if progress is not None:
-                    progress(item.name, done, len(items))
-                writer.run(item)
+        with WeightsFile(folder / WEIGHTS_NAME, dtypes.activations) as file:
+            tensors, groups = write_phases(phases, config, flavor, file, progress)
+            kv_tensors, kv_groups = write_scales(scales, file)
+            tensors = {name: {**own, **kv_tensors} for name, own in tensors.items()}
         files = {WEIGHTS_NAME: file.entry}
-        graphs = _write_graphs(folder, config, formats, flavor, file.tensors, files)
+        graphs = _write_graphs(folder, config, phases, flavor, dtypes, tensors, files)
         for name, text in texts.items():
             (folder / name).write_bytes(text)
             files[name] = file_entry(folder / name)
         if progress is not None:
-            progress("manifest", len(items), len(items))
+            progress("manifest", 1, 1)
         manifest = Manifest(
             schema_version=f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}",
             ortolan_version=metadata.version("ortolan"),
             model=config,
             attention=flavor.name,
             graphs=graphs,
-            weights=writer.groups,
+            weights=[_as_stored(group, dtypes) for group in groups] + kv_groups,
             files=files,
             source=Source(source_name(path), checkpoint.format_name, _hash(checkpoint.files)),
-            rounded_from=rounded_from(checkpoint.formats, formats),
+            preset=options.preset,
+            rounded_from=rounded_from(checkpoint.formats, *(phase.formats for phase in phases)),
+            dtypes=dtypes,
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
+
+
+def _calibrated(
+    phase: Phase,
+    config: ModelConfig,
+    windows: Ids,
+    options: ExportOptions,
+    progress: Progress | None,
+    beside: Formats,
+) -> Phase:
+    """The phase with its weights made for what they read on the calibration text."""
+    if has_w8a8(phase):
+        return smoothed(phase, config, windows, progress, beside)
+    return calibrated(phase, config, windows) if options.quantization.calibrate else phase
 
 
 def open_checkpoint(path: Path, max_context: int | None) -> GgufCheckpoint | HfCheckpoint:
@@ -180,20 +238,44 @@ def _check_heads(file: str, config: ModelConfig, flavor: Flavor) -> None:
             )
 
 
+def _as_stored(group: WeightGroup, dtypes: Dtypes) -> WeightGroup:
+    """What is planned in float32 is stored in what the graphs compute in."""
+    if group.precision != "float32":
+        return group
+    return dataclasses.replace(group, precision=dtypes.activations)
+
+
+def _check_dtypes(file: str, dtypes: Dtypes, flavor: Flavor, texts: Mapping[str, bytes]) -> None:
+    if dtypes.kv not in flavor.kv_dtypes:
+        able = [other.name for other in FLAVORS.values() if dtypes.kv in other.kv_dtypes]
+        raise UsageError(
+            f"--kv {dtypes.kv} is not possible with --attention {flavor.name}, whose operators "
+            f"know no such cache; take --attention {able[0]}"
+        )
+    if dtypes.kv == "int8" and "tokenizer.json" not in texts:
+        raise CheckpointError(
+            f"{file}: --kv int8 takes its scales from a text, and the checkpoint has no tokenizer "
+            "to read one with; add its tokenizer.json, or leave --kv int8 out"
+        )
+
+
 def _write_graphs(
     folder: Path,
     config: ModelConfig,
-    formats: Formats,
+    phases: Sequence[Phase],
     flavor: Flavor,
-    tensors: Mapping[str, ir.ExternalTensor],
+    dtypes: Dtypes,
+    tensors: Mapping[str, Mapping[str, ir.ExternalTensor]],
     files: dict[str, FileEntry],
 ) -> dict[str, GraphEntry]:
     entries = {}
-    for name in c.GRAPH_NAMES:
+    formats = {graph: phase.formats for phase in phases for graph in phase.graphs}
+    for name in (*formats, c.SAMPLE):
         if name == c.SAMPLE:
             model = build_sample_graph(config.vocab_size)
         else:
-            model = build_decoder_graph(name, config, formats, tensors, flavor)
+            own = formats[name], tensors[name]
+            model = build_decoder_graph(name, config, *own, flavor, dtypes)
         path = folder / f"{name}.onnx"
         ir.save(model, path)
         files[path.name] = file_entry(path)

@@ -6,14 +6,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ortolan.errors import UsageError
-from ortolan.graphs.formats import EMBEDDING, FLOAT32, LM_HEAD, Formats, WeightFormat, weight_shapes
+from ortolan.graphs.formats import (
+    EMBEDDING,
+    FLOAT32,
+    LM_HEAD,
+    W8A8,
+    Formats,
+    WeightFormat,
+    weight_shapes,
+)
 from ortolan.graphs.manifest import ModelConfig
 
-WeightsChoice = Literal["source", "float32", "int8", "int4"]
+WeightsChoice = Literal["source", "float32", "int8", "int4", "w8a8", "blocks"]
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 DEFAULT_BLOCK_SIZE = 32
-_ROUNDED = ("int8", "int4")
+_ROUNDED = ("int8", "int4", "blocks")
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,10 @@ class Quantization:
     block_size: inputs that share a scale; None stands for 32.
     symmetric: codes times a scale, or (False) plus an offset per block; None stands for True.
     lm_head, embedding: formats of their own; None follows the other weights.
+    calibrate: round for what the layers read on a text, not each weight for itself.
+
+    Of the choices, "blocks" stands for the source's own blocks where they have no offsets, and
+    for int8 otherwise: in small models offsets cost more time than twice the bytes.
     Raises UsageError for a block size that there is not.
     """
 
@@ -30,6 +42,7 @@ class Quantization:
     symmetric: bool | None = None
     lm_head: WeightsChoice | None = None
     embedding: WeightsChoice | None = None
+    calibrate: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
@@ -48,11 +61,17 @@ def choose_formats(
     Raises UsageError if the choices contradict each other or the model.
     """
     choices = {
-        EMBEDDING: quantization.embedding or weights,
-        LM_HEAD: quantization.lm_head or weights,
+        EMBEDDING: quantization.embedding or _table_default(weights),
+        LM_HEAD: quantization.lm_head or _table_default(weights),
     }
     if config.tie_embeddings:
-        choices[EMBEDDING] = choices[LM_HEAD] = _shared_table(weights, quantization)
+        shared = _shared_table(choices[EMBEDDING], quantization)
+        choices[EMBEDDING] = choices[LM_HEAD] = shared
+    if choices[EMBEDDING] == "w8a8":
+        raise UsageError(
+            "an embedding is looked up, not multiplied, so it cannot be w8a8; "
+            "give --embedding source, int8 or int4"
+        )
     _check_used(weights, quantization, list(choices.values()))
     shapes = weight_shapes(config)
     return {
@@ -62,6 +81,15 @@ def choose_formats(
         else fmt
         for name, fmt in source.items()
     }
+
+
+def _table_default(weights: WeightsChoice) -> WeightsChoice:
+    """What the embedding and the head are stored in where nothing else is asked for.
+
+    A table is looked up, and the head has few rows, which cost bytes more than products: beside
+    w8a8 both stay in blocks.
+    """
+    return "blocks" if weights == "w8a8" else weights
 
 
 def _shared_table(weights: WeightsChoice, quantization: Quantization) -> WeightsChoice:
@@ -84,6 +112,8 @@ def _check_used(
         unused.append(f"--block-size {quantization.block_size}")
     if quantization.symmetric is not None:
         unused.append("--symmetric" if quantization.symmetric else "--asymmetric")
+    if quantization.calibrate:
+        unused.append("--calibrate")
     if unused:
         raise UsageError(
             f"{unused[0]} has no effect on weights that are not rounded; "
@@ -96,14 +126,24 @@ def _format(
 ) -> WeightFormat:
     if choice == "source":
         return source
+    if choice == "blocks" and source.blocked and not source.affine:
+        return source
     if choice == "float32":
         return FLOAT32
+    if choice == "w8a8":
+        return W8A8
     block_size = quantization.block_size or DEFAULT_BLOCK_SIZE
-    return WeightFormat(choice, block_size, affine=quantization.symmetric is False)
+    dtype: Literal["int4", "int8"] = "int4" if choice == "int4" else "int8"
+    return WeightFormat(dtype, block_size, affine=quantization.symmetric is False)
 
 
-def rounded_from(source: Formats, stored: Formats) -> list[str]:
+def rounded_from(source: Formats, *stored: Formats) -> list[str]:
     """The precisions of those source weights that are stored rounded, sorted."""
     return sorted(
-        {str(fmt) for name, fmt in source.items() if stored[name] != fmt and stored[name].blocked}
+        {
+            str(fmt)
+            for name, fmt in source.items()
+            for other in {formats[name] for formats in stored} - {fmt}
+            if other.blocked or other.w8a8
+        }
     )

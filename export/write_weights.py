@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from ortolan.graphs.flavor import Flavor
 from ortolan.graphs.formats import (
     EMBEDDING,
     FINAL_NORM,
+    FLOAT32,
     LM_HEAD,
     QK_NORMS,
     Formats,
@@ -28,8 +29,8 @@ from ortolan.graphs.formats import (
     plan_layer,
 )
 from ortolan.graphs.linear import ONNX_DTYPES
-from ortolan.graphs.manifest import ModelConfig, RopeName, WeightGroup
-from ortolan.graphs.rotary import rope_tables, rotary_table
+from ortolan.graphs.manifest import ModelConfig, WeightGroup
+from ortolan.graphs.rotary import config_rotary_tables, rope_tables
 
 
 class Checkpoint(Protocol):
@@ -46,11 +47,16 @@ class Checkpoint(Protocol):
 
 @dataclass(frozen=True)
 class Item:
-    """One step of writing: its role and name, and what writes it, returning format and size."""
+    """One step of writing: its role and name, and what writes it, returning format and size.
+
+    stored: what the graphs ask for; made: whether the values are this writer's own.
+    """
 
     role: str
     name: str
     write: Callable[[], Written]
+    stored: Projection | WeightFormat = FLOAT32
+    made: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,9 @@ class WeightsWriter:
     """Writes every tensor that the graphs of one model need, one at a time.
 
     formats: what is stored; a matrix that the checkpoint holds in another format is rounded to
-    it, or expanded slab by slab.
+    it, or expanded slab by slab. made: names of weights that are not the source's own values but
+    made of them. beside: a writer whose tensors are there already; what would be the same is left
+    out.
     """
 
     def __init__(
@@ -76,17 +84,28 @@ class WeightsWriter:
         formats: Formats,
         file: WeightsFile,
         flavor: Flavor,
+        made: Collection[str] = (),
+        beside: WeightsWriter | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._formats = formats
         self._file = file
         self._flavor = flavor
+        self._made = frozenset(made)
+        self._beside = beside
         self._groups: dict[tuple[str, str], WeightGroup] = {}
 
     def items(self) -> Iterator[Item]:
         """The steps, for a caller that shows progress."""
-        yield Item("embedding", EMBEDDING, self._embedding)
+        there = {} if self._beside is None else {item.name: item for item in self._beside.items()}
+        for item in self._all_items():
+            other = there.get(item.name)
+            if other is None or item.made or other.made or item.stored != other.stored:
+                yield item
+
+    def _all_items(self) -> Iterator[Item]:
+        yield Item("embedding", EMBEDDING, self._embedding, self._formats[EMBEDDING])
         yield Item("rotary", "model.rotary", self._rotary)
         for i in range(self._config.num_layers):
             plan = plan_layer(self._config, self._formats, i)
@@ -129,12 +148,15 @@ class WeightsWriter:
             size = self._file.add(f"{name}.weight", weight.codes, ir.DataType.FLOAT)
             return Written(weight.format, weight.codes.size, size)
 
-        return Item("norm", name, write)
+        return Item("norm", name, write, made=name in self._made)
 
     def _projection(self, role: str, projection: Projection) -> Item:
         def write() -> Written:
             name, fmt = projection.name, projection.format
-            if fmt.blocked:
+            if fmt.w8a8:
+                weight = stack_rows([self._read(part) for part in projection.parts])
+                size = self._add_blocks(name, weight, weight.codes.T, lambda a: a[:, 0])
+            elif fmt.blocked:
                 weight = stack_rows([self._read(part) for part in projection.parts])
                 size = self._add_blocks(name, weight, weight.codes.T, lambda a: a.T)
             else:
@@ -147,7 +169,8 @@ class WeightsWriter:
                 size += self._file.add(f"{projection.name}.bias", bias, ir.DataType.FLOAT)
             return Written(fmt, projection.inputs * projection.outputs, size)
 
-        return Item(role, projection.name, write)
+        made = not self._made.isdisjoint(projection.parts)
+        return Item(role, projection.name, write, projection, made)
 
     def _add_floats(
         self, name: str, fmt: WeightFormat, shape: tuple[int, int], slabs: Iterable[Array]
@@ -196,24 +219,11 @@ class WeightsWriter:
     def _rotary(self) -> Written:
         elements = size = 0
         for rope in self._config.ropes:
-            for name, table in zip(rope_tables(rope), self._rotary_tables(rope), strict=True):
+            tables = config_rotary_tables(self._config, rope, self._config.max_context)
+            for name, table in zip(rope_tables(rope), tables, strict=True):
                 size += self._file.add(f"model.{name}", table, ir.DataType.FLOAT)
                 elements += table.size
         return Written(WeightFormat("float32"), elements, size)
-
-    def _rotary_tables(self, rope: RopeName) -> tuple[Array, Array]:
-        config = self._config
-        dim = config.rotary_dim or config.head_dim
-        if rope == "local":
-            assert config.window_rope_theta is not None
-            return rotary_table(dim, config.max_context, config.window_rope_theta)
-        return rotary_table(
-            dim,
-            config.max_context,
-            config.rope_theta,
-            config.rope_divisors,
-            config.rope_magnitude,
-        )
 
 
 def float_rows(weight: Weight, fmt: WeightFormat) -> Iterator[Array]:

@@ -9,14 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Dtype = Literal["int32", "int64", "float32"]
+FloatDtype = Literal["float32", "float16", "bfloat16"]
+KvDtype = Literal["float32", "float16", "bfloat16", "int8"]
+Dtype = Literal["int32", "int64", "float32", "float16", "bfloat16", "int8"]
 Dim = int | str
 
 DECODE = "decode"
 PREFILL = "prefill"
 PREFILL_RAGGED = "prefill_ragged"
 SAMPLE = "sample"
-GRAPH_NAMES = (DECODE, PREFILL, PREFILL_RAGGED, SAMPLE)
+GRAPH_NAMES = (DECODE, PREFILL, PREFILL_RAGGED, SAMPLE)  # what every bundle has
+# Decoding with prefill's weights, in a bundle whose phases differ: faster where many rows run.
+DECODE_MANY = "decode_many"
+DECODES = (DECODE, DECODE_MANY)
 
 INPUT_IDS = "input_ids"
 LOGITS = "logits"
@@ -59,18 +64,25 @@ class GraphContract:
 
 
 def decoder_contract(
-    name: str, *, vocab_size: int, num_layers: int, num_kv_heads: int, head_dim: int
+    name: str,
+    *,
+    vocab_size: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_dtype: KvDtype = "float32",
 ) -> GraphContract:
-    """The contract of `decode`, `prefill` or `prefill_ragged`.
+    """The contract of `decode` and `decode_many`, `prefill` or `prefill_ragged`.
 
     seqlens_k: total length - 1 of each row after this call; total_sequence_length: the largest
     total length, a scalar in host memory; query_seqlens: valid tokens of each right-padded row;
-    logits_index: positions within the chunk whose logits are wanted.
+    logits_index: positions within the chunk whose logits are wanted. Logits are float32 whatever
+    the graph computes in: samplers, and comparisons of bundles, have one form of them.
     """
-    if name not in (DECODE, PREFILL, PREFILL_RAGGED):
+    if name not in (*DECODES, PREFILL, PREFILL_RAGGED):
         raise ValueError(f"{name!r} is not a decoder graph")
     batch: Dim = 1 if name == PREFILL else "batch"
-    chunk: Dim = 1 if name == DECODE else "chunk"
+    chunk: Dim = 1 if name in DECODES else "chunk"
     kv_shape: tuple[Dim, ...] = (batch, num_kv_heads, "capacity", head_dim)
     inputs = [
         TensorSpec(INPUT_IDS, "int64", (batch, chunk)),
@@ -79,12 +91,12 @@ def decoder_contract(
     ]
     if name == PREFILL_RAGGED:
         inputs.append(TensorSpec(QUERY_SEQLENS, "int32", (batch,)))
-    if name != DECODE:
+    if name not in DECODES:
         inputs.append(TensorSpec(LOGITS_INDEX, "int32", (batch, "n")))
-    outputs = [TensorSpec(LOGITS, "float32", (batch, 1 if name == DECODE else "n", vocab_size))]
+    outputs = [TensorSpec(LOGITS, "float32", (batch, 1 if name in DECODES else "n", vocab_size))]
     for layer in range(num_layers):
-        inputs.append(TensorSpec(past_name(layer, "key"), "float32", kv_shape))
-        inputs.append(TensorSpec(past_name(layer, "value"), "float32", kv_shape))
-        outputs.append(TensorSpec(present_name(layer, "key"), "float32", kv_shape))
-        outputs.append(TensorSpec(present_name(layer, "value"), "float32", kv_shape))
+        inputs.append(TensorSpec(past_name(layer, "key"), kv_dtype, kv_shape))
+        inputs.append(TensorSpec(past_name(layer, "value"), kv_dtype, kv_shape))
+        outputs.append(TensorSpec(present_name(layer, "key"), kv_dtype, kv_shape))
+        outputs.append(TensorSpec(present_name(layer, "value"), kv_dtype, kv_shape))
     return GraphContract(name, tuple(inputs), tuple(outputs))

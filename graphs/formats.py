@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ortolan.graphs.manifest import ModelConfig
+from ortolan.graphs.manifest import W8A8_PRECISION, ModelConfig
 
 StorageDtype = Literal["float32", "float16", "bfloat16", "int4", "int8"]
 
@@ -30,11 +30,15 @@ class WeightFormat:
     int4 and int8 are signed codes in blocks of `block_size` inputs that share a float32 scale;
     with `affine`, each block has a float32 offset too:
     w[n, k] = codes[n, k] * scale[n, k // B] + offset[n, k // B].
+
+    w8a8 (int8, no blocks) has one scale for each output, and stands for a product of integers:
+    what it is multiplied with is rounded to 8 bits too, with one scale for each token.
     """
 
     dtype: StorageDtype
     block_size: int = 0
     affine: bool = False
+    w8a8: bool = False
 
     @property
     def bits(self) -> int:
@@ -49,12 +53,15 @@ class WeightFormat:
         return -(-inputs // self.block_size)
 
     def __str__(self) -> str:
+        if self.w8a8:
+            return W8A8_PRECISION
         if not self.blocked:
             return self.dtype
         return f"{self.dtype} block {self.block_size}" + (" + offsets" if self.affine else "")
 
 
 FLOAT32 = WeightFormat("float32")
+W8A8 = WeightFormat("int8", w8a8=True)
 
 # A weight's name, as in a Hugging Face state dict without ".weight" -> its format. Biases keep
 # their ".bias".

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnxscript import nn
 from onnxscript.nn import Parameter
@@ -12,6 +14,9 @@ from onnxscript.nn import Parameter
 from ortolan.graphs.formats import Projection, WeightFormat
 
 MICROSOFT = "com.microsoft"
+
+_TOKEN_STEPS = 127  # between zero and a token's largest number
+_SMALLEST_SCALE = 1e-30  # so that a token of zeros is not divided by zero
 ONNX_DTYPES = {
     "float32": ir.DataType.FLOAT,
     "float16": ir.DataType.FLOAT16,
@@ -46,6 +51,31 @@ def row_block_sums(op: Any, x: ir.Value, inputs: int, block_size: int) -> ir.Val
     return op.ReduceSum(op.Reshape(x, [0, num_blocks, block_size]), [-1], keepdims=0)
 
 
+@dataclass(frozen=True)
+class TokenCodes:
+    """x [..., K] as codes uint8, 128 standing for 0, and a scale for each token [..., 1]."""
+
+    codes: ir.Value
+    scale: ir.Value
+
+
+def round_tokens(op: Any, x: ir.Value) -> TokenCodes:
+    """x to 8 bits, symmetric, each token by its own largest number.
+
+    No token's codes depend on those beside it. The product of codes is one of integers, so its
+    bits do not depend on the number of rows either. Nine bits' worth of steps, -127 to 127, around
+    a zero point: ONNX Runtime is slow where the first factor is signed.
+    """
+    largest = op.Max(op.ReduceMax(x, [-1]), op.Neg(op.ReduceMin(x, [-1])), _SMALLEST_SCALE)
+    scale = op.Mul(largest, 1 / _TOKEN_STEPS)
+    one = op.Constant(value_float=1.0)
+    return TokenCodes(op.QuantizeLinear(op.Div(x, scale), one, _token_zero(op)), scale)
+
+
+def _token_zero(op: Any) -> ir.Value:
+    return op.Constant(value=ir.tensor(np.array(128, np.uint8)))
+
+
 class Linear(nn.Module):
     """x [batch, chunk, K] -> [batch, chunk, N] by a weight stored as [K, N].
 
@@ -55,6 +85,8 @@ class Linear(nn.Module):
     Blocked codes go through DequantizeLinear into MatMul: the standard form that ONNX Runtime
     fuses at load. An offset enters as blocksum(x) @ offsets, which keeps an affine block exact:
     sum_k x_k (s c_k + o) = sum_k x_k s c_k + o sum_k x_k.
+
+    W8A8 is MatMulInteger -> Cast -> Mul, which ONNX Runtime fuses to MatMulIntegerToFloat.
     """
 
     def __init__(self, projection: Projection, rows: bool) -> None:
@@ -63,6 +95,8 @@ class Linear(nn.Module):
         self.rows = rows
         fmt, inputs, outputs = projection.format, projection.inputs, projection.outputs
         self.weight = Parameter([inputs, outputs], dtype=ONNX_DTYPES[fmt.dtype])
+        if fmt.w8a8:
+            self.weight_scale = Parameter([outputs])
         if fmt.blocked:
             self.weight_scale = Parameter([fmt.num_blocks(inputs), outputs])
         if fmt.affine:
@@ -70,9 +104,17 @@ class Linear(nn.Module):
         if projection.bias:
             self.bias = Parameter([outputs])
 
-    def forward(self, op: Any, x: ir.Value, sums: ir.Value | None) -> ir.Value:
-        y = self._product(op, x, sums)
+    def forward(
+        self, op: Any, x: ir.Value, sums: ir.Value | None, tokens: TokenCodes | None
+    ) -> ir.Value:
+        y = self._product(op, x, sums) if tokens is None else self._integer_product(op, tokens)
         return op.Add(y, self.bias) if self.projection.bias else y
+
+    def _integer_product(self, op: Any, tokens: TokenCodes) -> ir.Value:
+        y = op.MatMulInteger(tokens.codes, self.weight, _token_zero(op))
+        # In this order of products, and with the scales multiplied first, it fuses.
+        scale = op.Mul(tokens.scale, self.weight_scale)
+        return op.Mul(op.Cast(y, to=ir.DataType.FLOAT), scale)
 
     def _product(self, op: Any, x: ir.Value, sums: ir.Value | None) -> ir.Value:
         fmt = self.projection.format
@@ -102,14 +144,19 @@ def add_linears(
 
 
 def apply_linears(op: Any, x: ir.Value, linears: Sequence[Linear]) -> list[ir.Value]:
-    """Several linear layers on one input; its block sums are computed once."""
+    """Several linear layers on one input; its block sums, or codes, are computed once."""
     sums: dict[int, ir.Value] = {}
+    tokens: TokenCodes | None = None
     outputs = []
     for linear in linears:
         fmt = linear.projection.format
+        if fmt.w8a8:
+            tokens = tokens or round_tokens(op, x)
+            outputs.append(linear(op, x, None, tokens))
+            continue
         if fmt.affine and fmt.block_size not in sums:
             inputs = linear.projection.inputs
             summed = row_block_sums if linear.rows else block_sums
             sums[fmt.block_size] = summed(op, x, inputs, fmt.block_size)
-        outputs.append(linear(op, x, sums.get(fmt.block_size)))
+        outputs.append(linear(op, x, sums.get(fmt.block_size), None))
     return outputs

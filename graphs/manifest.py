@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ortolan.errors import BundleError
+from ortolan.graphs.contract import DECODE_MANY, FloatDtype, KvDtype
 
 SCHEMA_MAJOR = 1
-SCHEMA_MINOR = 2  # 1: what weights were rounded from, typed accuracy reports; 2: Gemma, OLMo2
+# 1: what weights were rounded from, typed accuracy reports; 2: Gemma, OLMo2; 3: dtypes.
+SCHEMA_MINOR = 3
 MANIFEST_NAME = "manifest.json"
 WEIGHTS_NAME = "weights.bin"
 PACKED_NAME = ".packed"  # the runtime's cache of packed weights
+W8A8_PRECISION = "int8 per channel, activations int8 per token"
 TEXT_NAMES = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
 _HASH_CHUNK = 1 << 20
 
@@ -135,13 +138,17 @@ class GraphEntry:
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Weights of one role and precision, with their bytes in the weights file."""
+    """Weights of one role and precision, with their bytes in the weights file.
+
+    phase: "decode" or "prefill" in a bundle whose phases differ. What both use is decode's.
+    """
 
     role: str  # embedding, attention, mlp, norm, head
     precision: str  # "float32", "int4 block 32 + offsets", ...
     tensors: int
     elements: int
     bytes: int
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -176,7 +183,8 @@ class AccuracyReport:
     """The price of a bundle's precision, measured on texts that nothing was calibrated on.
 
     accuracy: what products were computed in, "default" or "exact". reference: what it is compared
-    with. runtime: what computed both. total: over all of `texts`.
+    with. runtime: what computed both. total: over all of `texts`. phase: whose weights read the
+    texts, "prefill" or "decode", in a bundle where these differ.
     """
 
     accuracy: str
@@ -184,6 +192,23 @@ class AccuracyReport:
     runtime: str
     total: TextAccuracy
     texts: list[TextAccuracy]
+    phase: str = ""
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What a bundle's decoder graphs compute in, and what they keep of each token.
+
+    activations: everything between the embedding's rows and the logits, which are float32.
+    kv: the activations' own dtype or, with "int8", codes with a scale for each layer, KV head and
+    dimension, which are constants of the graphs.
+    """
+
+    activations: FloatDtype = "float32"
+    kv: KvDtype = "float32"
+
+
+DEFAULT_DTYPES = Dtypes()
 
 
 @dataclass(frozen=True)
@@ -191,6 +216,7 @@ class Manifest:
     """Everything that a runtime or a reader needs to know before it opens a graph.
 
     rounded_from: precisions of those source weights that are stored rounded; empty if none are.
+    preset: what its precisions were asked for as, or empty.
     no_report: why there is no accuracy report; None where there is one, or nothing to report.
     """
 
@@ -205,11 +231,23 @@ class Manifest:
     rounded_from: list[str] = field(default_factory=list)
     accuracy_reports: list[AccuracyReport] = field(default_factory=list)
     no_report: str | None = None
+    dtypes: Dtypes = field(default_factory=Dtypes)
+    preset: str = ""
 
     @property
     def quantized(self) -> bool:
-        """Whether some weights are stored as codes in blocks."""
-        return any(" block " in group.precision for group in self.weights)
+        """Whether some weights are stored as integer codes."""
+        return self.w8a8 or any(" block " in group.precision for group in self.weights)
+
+    @property
+    def phases_differ(self) -> bool:
+        """Whether prefill and decode have weights of their own."""
+        return DECODE_MANY in self.graphs
+
+    @property
+    def w8a8(self) -> bool:
+        """Whether some products are of integers, with activations rounded to 8 bits."""
+        return any(group.precision == W8A8_PRECISION for group in self.weights)
 
     def to_json(self) -> str:
         """The text of manifest.json."""
@@ -290,6 +328,10 @@ def _parse(kind: Any, value: Any, where: str) -> Any:
                 raise TypeError(f"{inner} is missing")
         return typing.cast(Callable[..., Any], kind)(**found)
     origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        if value not in args:
+            raise ValueError(f"{where} is {value!r}, this version knows {', '.join(args)}")
+        return value
     if origin is list and isinstance(value, list):
         return [_parse(args[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):

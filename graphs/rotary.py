@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.graphs.manifest import RopeName
+from ortolan.graphs.manifest import ModelConfig, RopeName
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -37,3 +37,16 @@ def rotary_table(
     angles = np.arange(max_len, dtype=np.float64)[:, None] * frequencies
     cos, sin = np.cos(angles) * magnitude, np.sin(angles) * magnitude
     return cos.astype(np.float32), sin.astype(np.float32)
+
+
+def config_rotary_tables(
+    config: ModelConfig, rope: RopeName, max_len: int
+) -> tuple[FloatArray, FloatArray]:
+    """That rope's tables for this model's first `max_len` positions."""
+    dim = config.rotary_dim or config.head_dim
+    if rope == "local":
+        assert config.window_rope_theta is not None
+        return rotary_table(dim, max_len, config.window_rope_theta)
+    return rotary_table(
+        dim, max_len, config.rope_theta, config.rope_divisors, config.rope_magnitude
+    )

@@ -359,13 +359,17 @@ class EngineConfig:
     to this many plain steps (at least 1.5); gap_ms: the same bound in milliseconds, if given.
     whole_prompt: prompts of at most so many tokens, and of a chunk, are read in one piece whatever
     gap that makes, unless gap_ms is given: short ones do not wait, and cost less in one piece.
-    kv_tokens: most tokens whose KV running requests may hold; None: what half of the memory
-    that is free holds.
-    prefix_cache_mb: MiB for KV of earlier prompts; None: a tenth of free memory; 0: off.
+    kv_tokens: most tokens whose KV running requests may hold; None: what memory has room for
+    (see runtime/plan.py).
+    prefix_cache_mb: MiB for KV of earlier prompts; None: a sixth of that room; 0: off.
     max_waiting, max_waiting_tokens: answers (n of a request count n), and tokens of their prompts,
     that may wait.
     priority_patience: how many requests of a better priority may overtake one that waits.
-    accuracy: "default" computes quantized products with int8 activations, "exact" in float32.
+    accuracy: "default" computes products with blocks with int8 activations, "exact" in float32;
+    W8A8 products, which have int8 activations by their nature, are the same in both.
+    decode_graph: of a bundle whose phases have weights of their own, "decode" is the graph with
+    decode's and "decode_many" the one with prefill's. "auto" takes the latter from 4 slots on,
+    where it is faster. One graph serves all answers of an engine, whoever else is running.
     provider: a name, or the path of a plug-in library; provider_options: its own, by their names;
     strict: whether a provider that leaves compute to the CPU is refused. kv_copies: whether one
     is taken that cannot write the KV cache in place.
@@ -387,6 +391,7 @@ class EngineConfig:
     max_waiting_tokens: int = 1_000_000
     priority_patience: int = 16
     accuracy: Literal["default", "exact"] = "default"
+    decode_graph: Literal["auto", "decode", "decode_many"] = "auto"
     provider_options: Mapping[str, str] = field(default_factory=dict)
     strict: bool = False
     kv_copies: bool = False
@@ -408,6 +413,8 @@ class EngineConfig:
             _whole("priority_patience", self.priority_patience, 0)
             if self.accuracy not in ("default", "exact"):
                 raise _refused("accuracy", self.accuracy, "default or exact")
+            if self.decode_graph not in ("auto", "decode", "decode_many"):
+                raise _refused("decode_graph", self.decode_graph, "auto, decode or decode_many")
             if not isinstance(self.provider, str):
                 raise _refused("provider", self.provider, "a name")
             _provider_options(self.provider_options)

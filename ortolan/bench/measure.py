@@ -25,7 +25,7 @@ from ortolan.runtime.engine.chunks import chunk_sizes
 from ortolan.runtime.engine.device import Device
 from ortolan.runtime.engine.device_model import DeviceModel
 from ortolan.runtime.engine.device_opening import check_fit, open_device_model
-from ortolan.runtime.engine.kv_cache import KvCache
+from ortolan.runtime.engine.kv_cache import KvCache, element_bytes
 from ortolan.runtime.engine.model import Model
 from ortolan.runtime.engine.opening import open_host_model
 from ortolan.runtime.engine.packed import packed_graphs
@@ -75,23 +75,27 @@ def open_model(path: Path, config: EngineConfig, rows: int, capacity: int) -> Op
     sessions = open_sessions(bundle, provider, config.accuracy, packed)
     names = (DECODE, prefill_graph(provider))
     paths = packed or {name: bundle.graph_path(name) for name in names}
-    settings, model_config = replace(config, max_slots=rows), bundle.manifest.model
+    settings, manifest = replace(config, max_slots=rows), bundle.manifest
     model: Model | DeviceModel[Any]
     if provider.on_host and provider.capabilities.in_place_kv:
-        model = open_host_model(model_config, sessions, settings, capacity)
-        fill_with_noise(model.cache, model_config)
+        model = open_host_model(manifest, sessions, settings, capacity)
+        fill_with_noise(model.cache, manifest.model)
     else:
-        model = open_device_model(model_config, sessions, settings, capacity, Device(provider))
+        model = open_device_model(manifest, sessions, settings, capacity, Device(provider))
     return OpenModel(model, bundle, config, paths, provider)
 
 
 def fill_with_noise(cache: KvCache, config: ModelConfig) -> None:
     """Random keys and values of ordinary size in every position of every slot."""
     noise = np.random.default_rng(0).standard_normal(config.head_dim * 256, dtype=np.float32)
+    if cache.dtype == "int8":
+        noise *= 40  # a third of the largest code
+    if cache.dtype == "bfloat16":  # the upper half of a float32
+        noise = (noise.view(np.uint32) >> 16).astype(np.float32)
     for layer in range(config.num_layers):
         for part in (0, 1):
             rows = cache.rows(layer, part, 0, cache.slots)
-            np.copyto(rows.reshape(-1), np.resize(noise, rows.size))
+            np.copyto(rows.reshape(-1), np.resize(noise, rows.size), casting="unsafe")
 
 
 class Bench:
@@ -116,6 +120,10 @@ class Bench:
     def _model_config(self) -> ModelConfig:
         return self.opened.model.config
 
+    @property
+    def _kv_bytes(self) -> int:
+        return element_bytes(self.opened.bundle.manifest.dtypes.kv)
+
     def run(self, case: Case) -> Sample:
         """One sample of the case."""
         if case.phase == "prefill":
@@ -127,9 +135,10 @@ class Bench:
         if case.phase == "prefill":
             chunks = chunk_sizes(case.tokens, self.opened.config.prefill_chunk)
             nodes = self.nodes[self.opened.prefill_name]
-            return prefill_cost(nodes, self._model_config, chunks)
+            return prefill_cost(nodes, self._model_config, chunks, self._kv_bytes)
         nodes = self.nodes[DECODE]
-        return decode_cost(nodes, self._model_config, case.batch, case.context, case.tokens)
+        sizes = case.batch, case.context, case.tokens
+        return decode_cost(nodes, self._model_config, *sizes, self._kv_bytes)
 
     def _prefill(self, case: Case) -> Sample:
         ids = self._ids(case.tokens)

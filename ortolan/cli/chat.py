@@ -48,7 +48,7 @@ def chat(bundle: Path, system: str | None, sampling: GivenSampling, engine: dict
     if system is not None:
         system = utf8(system, "--system")
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    with ortolan.load(bundle, **engine) as llm:
+    with ortolan.load(bundle, max_slots=1, **engine) as llm:
         if interactive:
             note(HELP)
         params = sampling.over(llm.sampling_defaults)

@@ -157,15 +157,15 @@ _ENGINE_OPTIONS = {
         metavar="N",
         type=click.IntRange(min=2),
         default=default_of(EngineConfig, "kv_tokens"),
-        help="Most tokens that they may hold together.  [default: what half of free memory holds]",
+        help="Most tokens that they may hold together.  [default: what memory has room for]",
     ),
     "prefix_cache_mb": click.option(
         "--prefix-cache-mb",
         metavar="MB",
         type=click.IntRange(min=0),
         default=default_of(EngineConfig, "prefix_cache_mb"),
-        help="MiB for the beginnings of earlier prompts; 0: none.  [default: a tenth of free "
-        "memory]",
+        help="MiB for the beginnings of earlier prompts; 0: none.  [default: a sixth of the room "
+        "for KV]",
     ),
     "prefill_chunk": click.option(
         "--prefill-chunk",
@@ -205,6 +205,13 @@ _ENGINE_OPTIONS = {
         show_default=True,
         help="default: quantized products with int8 activations; exact: in float32, slower.",
     ),
+    "decode_graph": click.option(
+        "--decode-graph",
+        type=click.Choice(get_args(get_type_hints(EngineConfig)["decode_graph"])),
+        default=default_of(EngineConfig, "decode_graph"),
+        show_default=True,
+        help="Where phases differ: weights for few answers (decode) or many (decode_many) at once.",
+    ),
 }
 
 
@@ -220,6 +227,7 @@ SHARING = (
     "gap_steps",
     "gap_ms",
     "whole_prompt",
+    "decode_graph",
 )
 
 

@@ -60,6 +60,7 @@ _HELP = {
     "max_waiting_tokens": ("N", "Most prompt tokens that may wait."),
     "priority_patience": ("N", "How many may overtake a request that waits."),
     "accuracy": ("NAME", "default: int8 activations; exact: float32, slower."),
+    "decode_graph": ("NAME", "Where a bundle's phases differ: its graph for few or many rows."),
     "provider_options": ("KEY=VALUE", "An option of the provider; can be given again."),
     "strict": ("", "Refuse a provider that leaves compute to the CPU."),
     "kv_copies": ("", "Take a provider that copies the KV cache at every step."),
@@ -172,8 +173,8 @@ def _show(settings: tuple[Setting, ...], bundle: Path) -> None:
         "cache_dir": "in the bundle, or the user's cache folder",
         "max_context": "the bundle's",
         "gap_ms": "no bound",
-        "kv_tokens": "half of free memory",
-        "prefix_cache_mb": "a tenth of free memory",
+        "kv_tokens": "what memory has room for",
+        "prefix_cache_mb": "a sixth of the room for KV",
     }
     rows = [
         (one.name, meant.get(one.name, "none") if one.value is None else _text(one), one.origin)

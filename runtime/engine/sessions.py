@@ -9,22 +9,29 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from ortolan.errors import BundleError, EngineError, ProviderError
+from ortolan.errors import BundleError, EngineError, ProviderError, UsageError
 from ortolan.graphs.contract import (
     DECODE,
+    DECODE_MANY,
+    DECODES,
     PREFILL,
     PREFILL_RAGGED,
     SAMPLE,
     decoder_contract,
 )
+from ortolan.graphs.manifest import Manifest
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.accuracy import LEVELS, Accuracy, with_accuracy
+from ortolan.runtime.machine import adds_bytes_in_16_bits
+from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.providers import Provider
 from ortolan.runtime.providers.placement import CPU, RECORD_ENTRY, check_placement
 
 _RAGGED_SINCE = (1, 32)  # GroupQueryAttention takes query_seqlens
 # 1.24 and 1.27 crash in some graphs when their packed form is run.
 _PACKS_SINCE = (1, 32)
+# From so many rows on, integer products were faster than exact 4-bit blocks (docs/presets.md).
+_MANY_SLOTS = 4
 _ERRORS_ONLY = 3  # ONNX Runtime's log severity; its warnings are about our own choices
 
 
@@ -42,6 +49,22 @@ def prefill_graph(provider: Provider) -> str:
     """The prefill graph that the provider can run; the ragged one does all the other does."""
     ragged = provider.capabilities.ragged_prefill and _version() >= _RAGGED_SINCE
     return PREFILL_RAGGED if ragged else PREFILL
+
+
+def decode_graph(manifest: Manifest, config: EngineConfig) -> str:
+    """The graph that this engine decodes with, whoever is running (rule 1).
+
+    Raises UsageError if the bundle does not have the one that is asked for.
+    """
+    if config.decode_graph != "auto":
+        if config.decode_graph not in manifest.graphs:
+            raise UsageError(
+                f"decode_graph is {config.decode_graph}, which this bundle does not have: its "
+                "phases share their weights; leave it at auto"
+            )
+        return config.decode_graph
+    many = manifest.phases_differ and config.max_slots >= _MANY_SLOTS
+    return DECODE_MANY if many else DECODE
 
 
 def packs_weights(provider: Provider) -> bool:
@@ -89,6 +112,11 @@ def open_source_graph(
     entries = optimizing_entries(provider, accuracy)
     # The graph comes as bytes, so its weights file has to be pointed out.
     entries["session.model_external_initializers_file_folder_path"] = str(bundle.path.resolve())
+    if bundle.manifest.w8a8 and adds_bytes_in_16_bits():
+        # Without VNNI, sums of W8A8 products overflow 16 bits unless a slower product is taken.
+        # It wants unsigned weights; blocks must stay signed, or they are not fused and fail.
+        entries["session.x64quantprecision"] = "1"
+        entries["session.qdqisint8allowed"] = "1"
     if record or provider.ort_name != CPU:
         entries |= [RECORD_ENTRY]
     if save_to is not None:
@@ -99,7 +127,7 @@ def open_source_graph(
         options.optimized_model_filepath = str(save_to)
     path = bundle.graph_path(graph)
     model = with_accuracy(path.read_bytes(), accuracy)
-    session = _open(path, model, options, provider, captured=graph == DECODE)
+    session = _open(path, model, options, provider, captured=graph in DECODES)
     if not record:
         check_placement(path, session, model, provider, ort.__version__)
     return session
@@ -140,17 +168,23 @@ def _open(
 
 
 def open_sessions(
-    bundle: Bundle, provider: Provider, accuracy: Accuracy, packed: Mapping[str, Path] | None
+    bundle: Bundle,
+    provider: Provider,
+    accuracy: Accuracy,
+    packed: Mapping[str, Path] | None,
+    decode_name: str = DECODE,
 ) -> SessionSet:
-    """Sessions from the packed graphs, or from the bundle's own where there are none."""
+    """Sessions from the packed graphs, or from the bundle's own where there are none.
+
+    decode_name: see decode_graph.
+    """
     name = prefill_graph(provider)
+    names = (decode_name, name)
     if packed is None:
-        decode, prefill = (
-            open_source_graph(bundle, graph, provider, accuracy) for graph in (DECODE, name)
-        )
+        decode, prefill = (open_source_graph(bundle, graph, provider, accuracy) for graph in names)
     else:
-        decode, prefill = (open_packed_graph(packed[graph], provider) for graph in (DECODE, name))
-    for graph, session in ((DECODE, decode), (name, prefill)):
+        decode, prefill = (open_packed_graph(packed[graph], provider) for graph in names)
+    for graph, session in zip(names, (decode, prefill), strict=True):
         _check_contract(bundle, graph, session)
     sample = open_source_graph(bundle, SAMPLE, provider, accuracy)
     return SessionSet(decode, prefill, sample, ragged=name == PREFILL_RAGGED)
@@ -165,6 +199,7 @@ def _check_contract(bundle: Bundle, graph: str, session: ort.InferenceSession) -
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
+        kv_dtype=bundle.manifest.dtypes.kv,
     )
     found = {value.name: list(value.shape) for value in session.get_inputs()}
     found |= {value.name: list(value.shape) for value in session.get_outputs()}

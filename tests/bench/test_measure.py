@@ -52,7 +52,7 @@ def test_model_is_measured_in_the_form_that_serves(
         provider = NotOnHost(**{**vars(provider), "capabilities": capabilities})
     monkeypatch.setattr(measure, "configured_provider", lambda *args: provider)
     cases = [Case("prefill", 1, 1, 0, 20), Case("decode", 1, 3, 8, 4)]
-    config = EngineConfig(threads=1, prefill_chunk=16, cache_dir=str(tmp_path))
+    config = EngineConfig(prefill_chunk=16, cache_dir=str(tmp_path))
     bench = measure.Bench(tiny_bundle, config, cases)
     assert type(bench.opened.model) is kind
     prefill, decode = map(bench.run, cases)

@@ -202,6 +202,7 @@ def test_engine_options_reach_load_with_the_fields_defaults(run: Run, fake: Any)
     run(
         *("generate", "bundle", "x", "--max-slots", "3", "--kv-tokens", "99"),
         *("--prefix-cache-mb", "0", "--prefill-chunk", "32", "--gap-steps", "2", "--gap-ms", "9"),
+        *("--decode-graph", "decode"),
     )
     assert {name: fake.loaded[1][name] for name in SHARING} == {
         "max_slots": 3,
@@ -211,6 +212,7 @@ def test_engine_options_reach_load_with_the_fields_defaults(run: Run, fake: Any)
         "whole_prompt": 256,
         "gap_steps": 2.0,
         "gap_ms": 9.0,
+        "decode_graph": "decode",
     }
 
 
