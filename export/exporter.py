@@ -153,7 +153,9 @@ def _calibrated(
     """The phase with its weights made for what they read on the calibration text."""
     if has_w8a8(phase):
         return smoothed(phase, config, windows, progress)
-    return calibrated(phase, config, windows) if options.quantization.calibrate else phase
+    if options.quantization.calibrate:
+        return calibrated(phase, config, windows, options.quantization, progress)
+    return phase
 
 
 def open_checkpoint(path: Path, max_context: int | None) -> GgufCheckpoint | HfCheckpoint:

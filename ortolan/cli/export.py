@@ -61,6 +61,13 @@ _SHIPPED = "\0"  # --calibrate without a file; no file is called that
     help="Round for what the layers read on a text: a file of yours (--calibrate=FILE), or the one "
     "that is shipped. Takes minutes; far closer to the source.",
 )
+@click.option(
+    "--bits-per-weight",
+    metavar="X",
+    type=float,
+    help="With --weights int4 --calibrate: an average to spend where it buys most, on blocks of "
+    "several sizes and some int8; scales count, the embedding does not.",
+)
 @click.option("--lm-head", type=_FORMATS, help="The output head's own format.")
 @click.option(
     "--embedding",
@@ -93,6 +100,7 @@ def export(
     block_size: int | None,
     symmetric: bool | None,
     calibrate: str | None,
+    bits_per_weight: float | None,
     lm_head: WeightsChoice | None,
     embedding: WeightsChoice | None,
     max_context: int | None,
@@ -115,7 +123,7 @@ def export(
         "attention": attention,
         "force": force,
         "quantization": Quantization(
-            block_size, symmetric, lm_head, embedding, calibrate=calibrate is not None
+            block_size, symmetric, lm_head, embedding, calibrate is not None, bits_per_weight
         ),
         "calibration": None if calibrate in (None, _SHIPPED) else Path(calibrate),
     }
