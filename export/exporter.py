@@ -101,7 +101,7 @@ def export_bundle(
     """
     path = find_source(source)
     checkpoint = open_checkpoint(path, options.max_context)
-    texts = _texts(checkpoint)
+    texts = checkpoint_texts(checkpoint)
     config = _with_context(path.name, checkpoint.config, options.max_context)
     flavor = FLAVORS[options.attention]
     _check_heads(path.name, config, flavor)
@@ -171,7 +171,8 @@ def _hash(files: Sequence[Path]) -> str:
     return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
 
-def _texts(checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, bytes]:
+def checkpoint_texts(checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, bytes]:
+    """Tokenizer, template and generation settings as files of a bundle; some may be absent."""
     if isinstance(checkpoint, HfCheckpoint):
         return hf_texts(checkpoint.path, checkpoint.config.vocab_size)
     try:
