@@ -32,7 +32,8 @@ from ortolan.export.write_weights import Checkpoint
 from ortolan.graphs.formats import FLOAT32, W8A8, WeightFormat, layer_name, layer_norms
 from ortolan.graphs.manifest import ModelConfig
 
-KEPT = WeightFormat("int8", 32)  # what layers that would lose most are stored in
+# What layers that would lose most are stored in, where the source has no blocks itself.
+KEPT = WeightFormat("int8", 32)
 _KEPT_SHARE = 0.1  # of the layers' last products
 _SAMPLED_ROWS = 1024
 _STEPS = 127  # between zero and a token's largest number
@@ -108,7 +109,8 @@ def smoothed(
     for layer in _worst(losses):
         name = layer_name(layer, "mlp.down_proj")
         if formats[name].w8a8:
-            formats[name] = KEPT
+            source = phase.checkpoint.formats[name]
+            formats[name] = source if source.blocked else KEPT
             # Rounded in blocks it gains nothing by scales, so what it reads has none either.
             folds.pop(name, None)
             for up in _up(layer):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ortolan.errors import BundleError
+from ortolan.graphs.contract import DECODE_MANY
 
 SCHEMA_MAJOR = 1
 SCHEMA_MINOR = 2  # 1: what weights were rounded from, typed accuracy reports; 2: Gemma, OLMo2
@@ -215,6 +216,11 @@ class Manifest:
     def quantized(self) -> bool:
         """Whether some weights are stored as integer codes."""
         return self.w8a8 or any(" block " in group.precision for group in self.weights)
+
+    @property
+    def phases_differ(self) -> bool:
+        """Whether prefill and decode have weights of their own."""
+        return DECODE_MANY in self.graphs
 
     @property
     def w8a8(self) -> bool:

@@ -48,6 +48,23 @@ def _cpu_quota() -> float | None:
         return None
 
 
+def adds_bytes_in_16_bits() -> bool:
+    """Whether products of bytes are added up in 16 bits, where they may overflow: x86 without VNNI.
+
+    True where an x86 processor does not say what it has.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686"):
+        return False
+    return not {"avx512_vnni", "avx_vnni"} & set(_cpuinfo().split())
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def cpu_fingerprint() -> str:
     """A short hash of the processor's model and instruction sets.
 

@@ -336,6 +336,18 @@ class Completion:
     prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
 
 
+def _provider_options(value: object) -> None:
+    """Names and values that are texts or numbers; what they mean is the provider's to say."""
+    if not isinstance(value, Mapping):
+        raise _refused("provider_options", value, "a mapping from names to values")
+    for name, given in value.items():
+        if not (isinstance(name, str) and isinstance(given, str | int | float)):
+            raise RequestError(
+                f"provider_options holds {_shown(name)}: {_shown(given)}; names are texts, values "
+                "texts or numbers"
+            )
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Settings of the engine, fixed at load.
@@ -351,7 +363,14 @@ class EngineConfig:
     max_waiting, max_waiting_tokens: answers (n of a request count n), and tokens of their prompts,
     that may wait.
     priority_patience: how many requests of a better priority may overtake one that waits.
-    accuracy: "default" computes quantized products with int8 activations, "exact" in float32.
+    accuracy: "default" computes products with blocks with int8 activations, "exact" in float32;
+    W8A8 products, which have int8 activations by their nature, are the same in both.
+    decode_graph: of a bundle whose phases have weights of their own, "decode" is the graph with
+    decode's and "decode_many" the one with prefill's. "auto" takes the latter from 4 slots on,
+    where it is faster. One graph serves all answers of an engine, whoever else is running.
+    provider: a name, or the path of a plug-in library; provider_options: its own, by their names;
+    strict: whether a provider that leaves compute to the CPU is refused. kv_copies: whether one
+    is taken that cannot write the KV cache in place.
     Raises UsageError naming the field; what the bundle decides is checked when it is loaded.
     """
 
@@ -369,6 +388,10 @@ class EngineConfig:
     max_waiting_tokens: int = 1_000_000
     priority_patience: int = 16
     accuracy: Literal["default", "exact"] = "default"
+    decode_graph: Literal["auto", "decode", "decode_many"] = "auto"
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+    strict: bool = False
+    kv_copies: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -386,8 +409,13 @@ class EngineConfig:
             _whole("priority_patience", self.priority_patience, 0)
             if self.accuracy not in ("default", "exact"):
                 raise _refused("accuracy", self.accuracy, "default or exact")
+            if self.decode_graph not in ("auto", "decode", "decode_many"):
+                raise _refused("decode_graph", self.decode_graph, "auto, decode or decode_many")
             if not isinstance(self.provider, str):
                 raise _refused("provider", self.provider, "a name")
+            _provider_options(self.provider_options)
+            _flag("strict", self.strict)
+            _flag("kv_copies", self.kv_copies)
             if self.cache_dir is not None and not isinstance(self.cache_dir, str | PathLike):
                 raise _refused("cache_dir", self.cache_dir, "a folder")
         except RequestError as exc:  # nobody's request, but the caller's setting

@@ -27,7 +27,7 @@ from ortolan.runtime.engine.packed import packed_graphs
 from ortolan.runtime.engine.sessions import open_sessions, prefill_graph
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.params import EngineConfig, SamplingParams
-from ortolan.runtime.providers import find_provider
+from ortolan.runtime.providers import configured_provider
 
 # Filters and penalties that people combine; every one of them costs something per token.
 FULL_SAMPLING: dict[str, Any] = {
@@ -62,7 +62,7 @@ def open_model(path: Path, config: EngineConfig, rows: int, capacity: int) -> Op
     """
     bundle = Bundle.open(path)
     use_threads(config.threads)
-    provider = find_provider(config.provider, ort)
+    provider = configured_provider(config, ort)
     packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
     sessions = open_sessions(bundle, provider, config.accuracy, packed)
     names = (DECODE, prefill_graph(provider))

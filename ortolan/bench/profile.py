@@ -26,7 +26,7 @@ from ortolan.runtime.engine.sampler import Sampler
 from ortolan.runtime.engine.sampler_row import SamplerRow
 from ortolan.runtime.engine.sessions import session_options
 from ortolan.runtime.params import SamplingParams
-from ortolan.runtime.providers import find_provider
+from ortolan.runtime.providers import configured_provider
 
 _SUFFIX = "_kernel_time"
 _UNITS, _WARM_UP = 12, 2
@@ -194,7 +194,7 @@ def _calls(case: Case, prefill_chunk: int) -> list[Call]:
 
 def _profiled(opened: OpenModel, name: str, prefix: Path) -> tuple[OpenModel, Callable[[], str]]:
     """The same model with one session that writes a profile, and what ends it."""
-    provider = find_provider(opened.config.provider, ort)
+    provider = configured_provider(opened.config, ort)
     path = opened.paths[name]
     if path == opened.bundle.graph_path(name):
         raise BenchError(
@@ -205,9 +205,7 @@ def _profiled(opened: OpenModel, name: str, prefix: Path) -> tuple[OpenModel, Ca
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_profiling = True
     options.profile_file_prefix = str(prefix)
-    session = ort.InferenceSession(
-        str(path), options, providers=[(provider.ort_name, dict(provider.options))]
-    )
+    session = provider.open_session(ort, str(path), options)
     model = opened.model
     change = {"decode": session} if name == DECODE else {"prefill": session}
     sessions = replace(model.sessions, **change)

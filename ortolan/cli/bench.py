@@ -15,6 +15,7 @@ from ortolan.cli.access import ACCESS_OPTIONS, access_options
 from ortolan.cli.bench_serve import LOAD_OPTIONS, bench_servers, load_options
 from ortolan.cli.options import (
     MAX_THREADS,
+    PROVIDER,
     Function,
     debug_option,
     default_of,
@@ -129,7 +130,7 @@ def _sweep(name: str, field: str, help_text: str) -> Callable[[Function], Functi
 @click.option("--quick", is_flag=True, help="Small measurements of the machine; for tests.")
 @load_options
 @access_options
-@engine_options("provider", "cache_dir", "accuracy")
+@engine_options(*PROVIDER, "cache_dir", "accuracy")
 @debug_option
 @click.pass_context
 def bench(

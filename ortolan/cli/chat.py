@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from ortolan.cli.options import bundle_argument, debug_option, engine_options, utf8
+from ortolan.cli.options import (
+    PROVIDER,
+    bundle_argument,
+    debug_option,
+    engine_options,
+    utf8,
+)
 from ortolan.cli.output import note, one_line, write
 from ortolan.cli.sampling import GivenSampling, sampling_options
 from ortolan.errors import OrtolanError, RequestError
@@ -29,7 +35,7 @@ HELP = "/clear starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 @bundle_argument
 @click.option("--system", metavar="TEXT", help="The system message.")
 @sampling_options
-@engine_options("provider", "threads", "cache_dir", "max_context", "accuracy")
+@engine_options(*PROVIDER, "threads", "cache_dir", "max_context", "accuracy")
 @debug_option
 def chat(bundle: Path, system: str | None, sampling: GivenSampling, engine: dict[str, Any]) -> None:
     """Talk with BUNDLE's model, a line a message.
@@ -42,7 +48,7 @@ def chat(bundle: Path, system: str | None, sampling: GivenSampling, engine: dict
     if system is not None:
         system = utf8(system, "--system")
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    with ortolan.load(bundle, **engine) as llm:
+    with ortolan.load(bundle, max_slots=1, **engine) as llm:
         if interactive:
             note(HELP)
         params = sampling.over(llm.sampling_defaults)

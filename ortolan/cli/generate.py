@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ortolan.cli.options import (
+    PROVIDER,
     SHARING,
     bundle_argument,
     debug_option,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
 @sampling_options
 @answers_options
-@engine_options("provider", "threads", "cache_dir", "max_context", *SHARING, "accuracy")
+@engine_options(*PROVIDER, "threads", "cache_dir", "max_context", *SHARING, "accuracy")
 @json_option
 @debug_option
 def generate(

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ortolan.cli.options import bundle_argument, debug_option, engine_options, json_option
+from ortolan.cli.options import (
+    PROVIDER,
+    bundle_argument,
+    debug_option,
+    engine_options,
+    json_option,
+)
 from ortolan.cli.output import megabytes, note, one_line, write_json, write_table
 from ortolan.errors import MissingDependencyError
 
@@ -25,7 +31,7 @@ Operators = dict[str, dict[str, dict[str, int]]]  # graph -> "before" or "after"
     default=True,
     help="Count operators before and after fusion, which may build the packed weights.",
 )
-@engine_options("provider", "threads", "cache_dir", "accuracy")
+@engine_options(*PROVIDER, "threads", "cache_dir", "accuracy")
 @json_option
 @debug_option
 def inspect(bundle: Path, operators: bool, engine: dict[str, Any], as_json: bool) -> None:

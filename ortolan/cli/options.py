@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -14,6 +14,7 @@ import click
 
 from ortolan.errors import RequestError, UsageError
 from ortolan.runtime.params import EngineConfig
+from ortolan.runtime.providers.options import option_from_text
 
 # More than machines have; ONNX Runtime would try to start any number.
 MAX_THREADS = 1024
@@ -31,12 +32,14 @@ class Settings:
 def default_of(kind: type[Any], name: str) -> Any:
     """The default of a dataclass's field."""
     (found,) = (item for item in dataclasses.fields(kind) if item.name == name)
+    if found.default_factory is not dataclasses.MISSING:
+        return found.default_factory()
     return found.default
 
 
 def option_name(field: str) -> str:
     """The option that sets a dataclass's field."""
-    return "--" + field.replace("_", "-")
+    return "--provider-option" if field == "provider_options" else "--" + field.replace("_", "-")
 
 
 def with_option_name(message: str, fields: Collection[str]) -> str:
@@ -70,6 +73,43 @@ def debug_option(command: Function) -> Function:
     )(command)
 
 
+def _as_options(ctx: click.Context, param: click.Parameter, given: Any) -> dict[str, str] | None:
+    """The KEY=VALUE of all uses together; None where there is none."""
+    name = "--provider-option"
+    return dict(option_from_text(utf8(text, name), name) for text in given) or None
+
+
+def check_provider_options(provider: str, options: Mapping[str, Any]) -> None:
+    """Raises UsageError for an option that the provider does not take, before anything is loaded.
+
+    A plug-in library is asked when it is registered.
+    """
+    from ortolan.runtime.providers import load_provider
+    from ortolan.runtime.providers.plugin import is_library
+
+    if options and not is_library(provider):
+        load_provider(provider).with_options(options)
+
+
+provider_option = click.option(
+    "--provider-option",
+    "provider_options",
+    metavar="KEY=VALUE",
+    multiple=True,
+    callback=_as_options,
+    help="An option of the provider, such as device_id=1; can be given again.",
+)
+strict_option = click.option(
+    "--strict/--no-strict",
+    default=None,
+    help="Refuse a provider that leaves compute to the CPU.  [default: warn]",
+)
+copies_option = click.option(
+    "--kv-copies/--no-kv-copies",
+    default=None,
+    help="Take a provider that copies the KV cache at every step.  [default: refuse]",
+)
+
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
@@ -79,8 +119,11 @@ _ENGINE_OPTIONS = {
         metavar="NAME",
         default=default_of(EngineConfig, "provider"),
         show_default=True,
-        help="The execution provider to run on.",
+        help="The execution provider to run on, or the path of a plug-in library.",
     ),
+    "provider_options": provider_option,
+    "strict": strict_option,
+    "kv_copies": copies_option,
     "threads": click.option(
         "--threads",
         metavar="N",
@@ -154,8 +197,18 @@ _ENGINE_OPTIONS = {
         show_default=True,
         help="default: quantized products with int8 activations; exact: in float32, slower.",
     ),
+    "decode_graph": click.option(
+        "--decode-graph",
+        type=click.Choice(get_args(get_type_hints(EngineConfig)["decode_graph"])),
+        default=default_of(EngineConfig, "decode_graph"),
+        show_default=True,
+        help="Where phases differ: weights for few answers (decode) or many (decode_many) at once.",
+    ),
 }
 
+
+# Those that say what to run on; see docs/providers.md.
+PROVIDER = ("provider", "provider_options", "strict", "kv_copies")
 
 # Those that say how requests share a model; see docs/engine.md.
 SHARING = (
@@ -165,6 +218,7 @@ SHARING = (
     "prefill_chunk",
     "gap_steps",
     "gap_ms",
+    "decode_graph",
 )
 
 
@@ -175,8 +229,12 @@ def engine_options(*names: str) -> Callable[[Function], Function]:
         @functools.wraps(command)
         def gathered(**values: Any) -> Any:
             engine = {name: values.pop(name) for name in names}
+            for name in ("provider_options", "strict", "kv_copies"):
+                if name in engine and engine[name] is None:
+                    engine[name] = default_of(EngineConfig, name)
             try:
-                EngineConfig(**engine)  # now, before anything is read or loaded
+                config = EngineConfig(**engine)  # now, before anything is read or loaded
+                check_provider_options(config.provider, config.provider_options)
                 return command(engine=engine, **values)
             except UsageError as error:
                 raise UsageError(with_option_name(str(error), names)) from error

@@ -11,7 +11,15 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 
 from ortolan.cli.logs import logs_shown
-from ortolan.cli.options import bundle_argument, debug_option, option_name
+from ortolan.cli.options import (
+    bundle_argument,
+    check_provider_options,
+    copies_option,
+    debug_option,
+    option_name,
+    provider_option,
+    strict_option,
+)
 from ortolan.cli.output import write, write_table
 from ortolan.errors import UsageError
 from ortolan.runtime.serve.config import DEFAULTS, TYPES, Setting, Settings, gather, parsed
@@ -51,6 +59,16 @@ _HELP = {
     "max_waiting_tokens": ("N", "Most prompt tokens that may wait."),
     "priority_patience": ("N", "How many may overtake a request that waits."),
     "accuracy": ("NAME", "default: int8 activations; exact: float32, slower."),
+    "decode_graph": ("NAME", "Where a bundle's phases differ: its graph for few or many rows."),
+    "provider_options": ("KEY=VALUE", "An option of the provider; can be given again."),
+    "strict": ("", "Refuse a provider that leaves compute to the CPU."),
+    "kv_copies": ("", "Take a provider that copies the KV cache at every step."),
+}
+# Options that every command has alike.
+_SHARED = {
+    "provider_options": provider_option,
+    "strict": strict_option,
+    "kv_copies": copies_option,
 }
 
 
@@ -79,6 +97,9 @@ def _metavar(name: str, metavar: str) -> str:
 
 def _setting_options(command: Function) -> Function:
     for name, (metavar, text) in reversed(_HELP.items()):
+        if name in _SHARED:
+            command = _SHARED[name](command)
+            continue
         shown = "" if DEFAULTS[name] is None else f"  [default: {DEFAULTS[name]}]"
         command = click.option(
             option_name(name),
@@ -110,6 +131,7 @@ def serve(bundle: Path, config_file: Path | None, **flags: Any) -> None:
     authentication, without --tls-cert no encryption.
     """
     settings = gather(flags, os.environ, config_file)
+    check_provider_options(settings.engine.provider, settings.engine.provider_options)
     _show(settings.listed, bundle)
 
     with logs_shown(settings.serve.log_format, settings.serve.log_level) as say:
@@ -154,10 +176,17 @@ def _show(settings: tuple[Setting, ...], bundle: Path) -> None:
         "prefix_cache_mb": "a tenth of free memory",
     }
     rows = [
-        (one.name, meant.get(one.name, "none") if one.value is None else str(one.value), one.origin)
+        (one.name, meant.get(one.name, "none") if one.value is None else _text(one), one.origin)
         for one in settings
     ]
     write_table(("setting", "value", "from"), rows)
+
+
+def _text(setting: Setting) -> str:
+    """A setting's value as it would be written."""
+    if isinstance(setting.value, dict):
+        return "; ".join(f"{name}={value}" for name, value in setting.value.items()) or "none"
+    return str(setting.value)
 
 
 def _check_port_file(port_file: str | None) -> None:

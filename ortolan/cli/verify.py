@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ortolan.cli.accuracy_table import write_report
-from ortolan.cli.options import bundle_argument, debug_option, engine_options, json_option
+from ortolan.cli.options import (
+    PROVIDER,
+    bundle_argument,
+    debug_option,
+    engine_options,
+    json_option,
+)
 from ortolan.cli.output import visible, write, write_json, write_table
 from ortolan.errors import BundleError, UsageError
 
@@ -32,7 +38,7 @@ if TYPE_CHECKING:
     metavar="SOURCE",
     help="Compare with this checkpoint's weights in float32, and with the stored report.",
 )
-@engine_options("provider", "threads", "cache_dir", "accuracy")
+@engine_options(*PROVIDER, "threads", "cache_dir", "accuracy")
 @json_option
 @debug_option
 def verify(

@@ -6,7 +6,7 @@ node does it, run by the provider.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +60,7 @@ class Device:
         outputs: Sequence[ort.OrtValue | None],
     ) -> list[ort.OrtValue]:
         """Run a tiny graph; None among `outputs` asks for new memory on the device."""
-        session = self._sessions.get(graph)
-        if session is None:
-            session = self._sessions[graph] = open_tiny_graph(graph, self.provider)
+        session = self.session(graph)
         io = session.io_binding()
         for name, value in inputs.items():
             self.bind_input(io, name, value)
@@ -74,6 +72,40 @@ class Device:
         run_bound(session, io)
         values: list[ort.OrtValue] = io.get_outputs()
         return values
+
+    def session(self, graph: bytes) -> ort.InferenceSession:
+        """Of a tiny graph; made once."""
+        session = self._sessions.get(graph)
+        if session is None:
+            session = self._sessions[graph] = open_tiny_graph(graph, self.provider)
+        return session
+
+    def bind_address(
+        self,
+        bind: Callable[..., None],
+        name: str,
+        dtype: str,
+        shape: Sequence[int],
+        address: int,
+    ) -> None:
+        """Bind a part of the device's memory, by `bind_input` or `bind_output` of a binding."""
+        provider = self.provider
+        kind = tiny_graphs.DTYPES[dtype]
+        bind(name, provider.device, provider.device_id, kind, list(shape), address)
+
+    def value_of(self, array: npt.NDArray[Any]) -> ort.OrtValue:
+        """The array in memory of the device, at an address that stays."""
+        provider = self.provider
+        self.crossings.to_device += array.nbytes
+        value: ort.OrtValue = ort.OrtValue.ortvalue_from_numpy(
+            array, provider.device, provider.device_id
+        )
+        return value
+
+    def write(self, value: ort.OrtValue, array: npt.NDArray[Any]) -> None:
+        """Replace the content of a value of the device, of the same shape and type."""
+        self.crossings.to_device += array.nbytes
+        value.update_inplace(array)
 
     def bind_input(
         self, io: ort.IOBinding, name: str, value: npt.NDArray[Any] | ort.OrtValue

@@ -6,8 +6,11 @@ call, the other one slot after the other; both read prompts one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +22,14 @@ from ortolan.graphs.manifest import ModelConfig
 from ortolan.runtime.engine.device import Device, run_bound
 from ortolan.runtime.engine.device_kv import ApartKvCache, BatchKvCache, KvValues
 from ortolan.runtime.engine.device_logits import DeviceLogits, Logits, on_host
+from ortolan.runtime.engine.seams import KvSeam
 from ortolan.runtime.engine.sessions import SessionSet
+
+Inputs = dict[str, npt.NDArray[np.generic]]
+PrefillCall = Callable[[Inputs], ort.OrtValue]  # binds, runs, gives logits [1, n, vocab]
+
+
+Cache = TypeVar("Cache", bound=KvSeam)
 
 
 @dataclass
@@ -33,9 +43,7 @@ class _Bound:
     def __post_init__(self) -> None:
         self.io = self.session.io_binding()
 
-    def run(
-        self, device: Device, values: KvValues, inputs: dict[str, npt.NDArray[np.generic]]
-    ) -> None:
+    def run(self, device: Device, values: KvValues, inputs: Inputs) -> None:
         """Run over these values of the cache, which are bound once and after they changed."""
         if self.generation != values.generation:
             values.bind(self.io)
@@ -51,7 +59,7 @@ class _Bound:
         return value
 
 
-class _DeviceModel:
+class DeviceModel(ABC, Generic[Cache]):
     """What both have in common: how a prompt is read; see engine/model.py for the calls.
 
     most_prefill_tokens: most tokens of one call that the provider gets right; None: any number.
@@ -61,62 +69,72 @@ class _DeviceModel:
     ragged = False
 
     def __init__(
-        self, config: ModelConfig, sessions: SessionSet, device: Device, dtype: str = "float32"
+        self,
+        config: ModelConfig,
+        sessions: SessionSet,
+        device: Device,
+        cache: Cache,
+        dtype: str = "float32",
     ) -> None:
         self.config = config
+        self.cache = cache
         self.sessions = sessions
         self.device = device
         self.most_prefill_tokens = device.provider.capabilities.most_prefill_tokens
-        self._dtype = dtype
+        self.dtype = dtype
 
-    def _read(
+    @abstractmethod
+    def decode(self, first: int, token_ids: Sequence[int], lengths: Sequence[int]) -> Logits:
+        """Logits [rows, vocab] after one token for each slot from `first` on."""
+
+    @abstractmethod
+    def prefill(
         self,
-        bound: _Bound,
-        values: KvValues,
-        ids: Sequence[int],
-        length: int,
-        wanted: Sequence[int],
+        first: int,
+        token_ids: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        logits_index: Sequence[Sequence[int]],
+    ) -> Logits:
+        """Read a chunk of tokens into slot `first`; logits [1, n, vocab]."""
+
+    def read(
+        self, call: PrefillCall, ids: Sequence[int], length: int, wanted: Sequence[int]
     ) -> Logits:
         """Read a piece of a prompt, in as many calls as the provider gets right.
 
-        Logits [1, n, vocab]; of several calls, which only scoring asks for, on the host.
+        length: tokens that the slot holds before. Logits [1, n, vocab] at the `wanted` places; of
+        several calls, which only scoring asks for, on the host.
         """
         most = self.most_prefill_tokens or len(ids)
         found: list[Logits] = []
         for start in range(0, len(ids), most):
             piece = ids[start : start + most]
             here = [place - start for place in wanted if start <= place < start + len(piece)]
-            logits = self._call(bound, values, piece, length + start, here or [len(piece) - 1])
+            before = np.array([length + start], np.int32)
+            inputs = call_inputs(np.array([piece], np.int64), before)
+            inputs[c.LOGITS_INDEX] = np.array([here or [len(piece) - 1]], np.int32)
+            logits = call(inputs)
             if here:
                 places = np.arange(len(here), dtype=np.int64)[None]
-                found.append(DeviceLogits(self.device, self._dtype, [logits], places))
+                found.append(DeviceLogits(self.device, self.dtype, [logits], places))
         if len(found) == 1:
             return found[0]
         return np.concatenate([on_host(logits) for logits in found], axis=1)
 
-    def _call(
-        self,
-        bound: _Bound,
-        values: KvValues,
-        ids: Sequence[int],
-        length: int,
-        wanted: Sequence[int],
-    ) -> ort.OrtValue:
-        inputs = _inputs(np.array([ids], np.int64), np.array([length], np.int32))
-        inputs[c.LOGITS_INDEX] = np.array([wanted], np.int32)
+    def read_into(self, values: KvValues, bound: _Bound, inputs: Inputs) -> ort.OrtValue:
+        """One call of prefill over values of one slot; its logits."""
         self.device.bind_new_output(bound.io, c.LOGITS)
         bound.run(self.device, values, inputs)
         return bound.logits()
 
-    def _only(self, token_ids: Sequence[Sequence[int]]) -> Sequence[int]:
+    def only(self, token_ids: Sequence[Sequence[int]]) -> Sequence[int]:
+        """The ids of the one row that there is. Raises EngineError for several."""
         if len(token_ids) != 1:
             raise EngineError(f"provider {self.device.provider.name} reads one prompt at a time")
         return token_ids[0]
 
 
-def _inputs(
-    ids: npt.NDArray[np.int64], before: npt.NDArray[np.int32]
-) -> dict[str, npt.NDArray[np.generic]]:
+def call_inputs(ids: npt.NDArray[np.int64], before: npt.NDArray[np.int32]) -> Inputs:
     """Ids [rows, n] and the lengths that the contract wants. before: tokens that rows hold."""
     last = before + np.int32(ids.shape[1] - 1)
     return {
@@ -126,7 +144,7 @@ def _inputs(
     }
 
 
-class BatchDeviceModel(_DeviceModel):
+class BatchDeviceModel(DeviceModel[BatchKvCache]):
     """Decodes all slots in one call, since a part of them cannot be bound."""
 
     def __init__(
@@ -137,8 +155,7 @@ class BatchDeviceModel(_DeviceModel):
         cache: BatchKvCache,
         dtype: str = "float32",
     ) -> None:
-        super().__init__(config, sessions, device, dtype)
-        self.cache = cache
+        super().__init__(config, sessions, device, cache, dtype)
         self._prefill = _Bound(sessions.prefill)
         self._decode = _Bound(sessions.decode)
         self._logits = device.zeros(dtype, [cache.slots, 1, config.vocab_size])
@@ -153,10 +170,10 @@ class BatchDeviceModel(_DeviceModel):
         # Slots outside of the call run as well, and write where their next token will be.
         before = np.minimum(np.array(cache.held, np.int32), np.int32(cache.capacity - 1))
         before[first : first + rows] = lengths
-        self._decode.run(self.device, cache.all, _inputs(ids, before))
+        self._decode.run(self.device, cache.all, call_inputs(ids, before))
         cache.held[first : first + rows] = [length + 1 for length in lengths]
         places = np.arange(first, first + rows, dtype=np.int64)
-        return DeviceLogits(self.device, self._dtype, [self._logits], places)
+        return DeviceLogits(self.device, self.dtype, [self._logits], places)
 
     def prefill(
         self,
@@ -166,14 +183,15 @@ class BatchDeviceModel(_DeviceModel):
         logits_index: Sequence[Sequence[int]],
     ) -> Logits:
         """Read a chunk of tokens into slot `first`; logits [1, n, vocab]."""
-        ids = self._only(token_ids)
+        ids = self.only(token_ids)
         self.cache.bring(first, lengths[0])
-        logits = self._read(self._prefill, self.cache.stage, ids, lengths[0], logits_index[0])
+        call = partial(self.read_into, self.cache.stage, self._prefill)
+        logits = self.read(call, ids, lengths[0], logits_index[0])
         self.cache.held[first] = lengths[0] + len(ids)
         return logits
 
 
-class ApartDeviceModel(_DeviceModel):
+class ApartDeviceModel(DeviceModel[ApartKvCache]):
     """Decodes one slot after the other, where rows of one call must be equally long."""
 
     def __init__(
@@ -184,8 +202,7 @@ class ApartDeviceModel(_DeviceModel):
         cache: ApartKvCache,
         dtype: str = "float32",
     ) -> None:
-        super().__init__(config, sessions, device, dtype)
-        self.cache = cache
+        super().__init__(config, sessions, device, cache, dtype)
         self._prefill = [_Bound(sessions.prefill) for _ in range(cache.slots)]
         self._decode = [_Bound(sessions.decode) for _ in range(cache.slots)]
         self._logits = [device.zeros(dtype, [1, 1, config.vocab_size]) for _ in self._decode]
@@ -195,11 +212,11 @@ class ApartDeviceModel(_DeviceModel):
     def decode(self, first: int, token_ids: Sequence[int], lengths: Sequence[int]) -> Logits:
         """Logits [rows, vocab] after one token for each slot from `first` on."""
         for place, (token_id, length) in enumerate(zip(token_ids, lengths, strict=True)):
-            inputs = _inputs(np.array([[token_id]], np.int64), np.array([length], np.int32))
+            inputs = call_inputs(np.array([[token_id]], np.int64), np.array([length], np.int32))
             slot = first + place
             self._decode[slot].run(self.device, self.cache.each[slot], inputs)
         places = np.arange(first, first + len(token_ids), dtype=np.int64)
-        return DeviceLogits(self.device, self._dtype, self._logits, places)
+        return DeviceLogits(self.device, self.dtype, self._logits, places)
 
     def prefill(
         self,
@@ -209,8 +226,5 @@ class ApartDeviceModel(_DeviceModel):
         logits_index: Sequence[Sequence[int]],
     ) -> Logits:
         """Read a chunk of tokens into slot `first`; logits [1, n, vocab]."""
-        ids, values = self._only(token_ids), self.cache.each[first]
-        return self._read(self._prefill[first], values, ids, lengths[0], logits_index[0])
-
-
-DeviceModel = BatchDeviceModel | ApartDeviceModel
+        call = partial(self.read_into, self.cache.each[first], self._prefill[first])
+        return self.read(call, self.only(token_ids), lengths[0], logits_index[0])

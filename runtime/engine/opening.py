@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnxruntime as ort
 
 from ortolan.errors import EngineError, UsageError
 from ortolan.graphs.manifest import ModelConfig
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.device import Device
-from ortolan.runtime.engine.device_kv import ApartKvCache, BatchKvCache, KvForm
-from ortolan.runtime.engine.device_model import ApartDeviceModel, BatchDeviceModel, DeviceModel
+from ortolan.runtime.engine.device_model import DeviceModel
+from ortolan.runtime.engine.device_opening import check_fit, open_device_model
 from ortolan.runtime.engine.engine import Engine
 from ortolan.runtime.engine.kv_cache import KvCache, bytes_per_token, padded_capacity
 from ortolan.runtime.engine.model import Model
 from ortolan.runtime.engine.packed import discard, packed_graphs
 from ortolan.runtime.engine.prefix_cache import PrefixCache
 from ortolan.runtime.engine.sampler import Sampler
-from ortolan.runtime.engine.self_test import decodes_ragged_rows, limit_prefill
-from ortolan.runtime.engine.sessions import SessionSet, open_sessions
+from ortolan.runtime.engine.sessions import SessionSet, decode_graph, open_sessions
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.machine import free_memory_bytes
 from ortolan.runtime.params import EngineConfig
-from ortolan.runtime.providers import Provider, find_provider
+from ortolan.runtime.providers import Provider, configured_provider
 from ortolan.runtime.text.tokenizer import Tokenizer
 
 # Parts of the memory that is free when a model is loaded, where the config says nothing.
@@ -36,7 +37,8 @@ def open_engine(
     model_config = bundle.manifest.model
     context = context_of(config, model_config.max_context)
     use_threads(config.threads)
-    provider = find_provider(config.provider, ort)
+    provider = configured_provider(config, ort)
+    check_fit(provider, bundle.manifest, config)
     sessions = _open_sessions(bundle, provider, config)
     num_valid = min(tokenizer.vocab_size, model_config.vocab_size)
     token_bytes = bytes_per_token(model_config)
@@ -47,9 +49,9 @@ def open_engine(
     prefix_bytes = int(free * _PREFIX_PART)
     if config.prefix_cache_mb is not None:
         prefix_bytes = config.prefix_cache_mb * 2**20
-    model: Model | DeviceModel
+    model: Model | DeviceModel[Any]
     device, prefix = None, None
-    if provider.on_host:
+    if provider.on_host and provider.capabilities.in_place_kv:
         model = open_host_model(model_config, sessions, config, context)
         prefix = PrefixCache(model.cache, prefix_bytes)
     else:  # where the prefix cache could not copy anything
@@ -78,35 +80,18 @@ def open_host_model(
     return Model(model, sessions, cache, min_rows)
 
 
-def open_device_model(
-    model: ModelConfig, sessions: SessionSet, config: EngineConfig, context: int, device: Device
-) -> DeviceModel:
-    """The decoder over a KV cache in the provider's memory, its prefill checked."""
-    capabilities = device.provider.capabilities
-    form = KvForm(model, context, in_place=capabilities.in_place_kv)
-    if capabilities.ragged_decode:
-        cache = BatchKvCache(device, form, config.max_slots)
-        batch = BatchDeviceModel(model, sessions, device, cache)
-        limit_prefill(batch)
-        if decodes_ragged_rows(batch):
-            return batch
-        del batch, cache  # before their memory is asked for again
-    apart = ApartDeviceModel(model, sessions, device, ApartKvCache(device, form, config.max_slots))
-    limit_prefill(apart)
-    return apart
-
-
 def _open_sessions(bundle: Bundle, provider: Provider, config: EngineConfig) -> SessionSet:
     """Sessions from the packed cache, made anew where it turns out to be damaged."""
-    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
+    decode = decode_graph(bundle.manifest, config)
+    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir, decode)
     try:
-        return open_sessions(bundle, provider, config.accuracy, packed)
+        return open_sessions(bundle, provider, config.accuracy, packed, decode)
     except EngineError:
         if packed is None:
             raise
         discard(packed)
-    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
-    return open_sessions(bundle, provider, config.accuracy, packed)
+    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir, decode)
+    return open_sessions(bundle, provider, config.accuracy, packed, decode)
 
 
 def context_of(config: EngineConfig, bundle_context: int) -> int:

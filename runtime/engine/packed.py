@@ -28,6 +28,7 @@ from ortolan.graphs.manifest import PACKED_NAME, WEIGHTS_NAME
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.accuracy import Accuracy
 from ortolan.runtime.engine.sessions import (
+    decode_graph,
     open_source_graph,
     optimizing_entries,
     packs_weights,
@@ -36,7 +37,7 @@ from ortolan.runtime.engine.sessions import (
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.machine import cpu_fingerprint
 from ortolan.runtime.params import EngineConfig
-from ortolan.runtime.providers import Provider, find_provider
+from ortolan.runtime.providers import Provider, configured_provider
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +50,15 @@ _LAYOUT = 2  # part of the key: raise it when what an entry holds changes
 
 
 def packed_graphs(
-    bundle: Bundle, provider: Provider, accuracy: Accuracy, cache_dir: str | None
+    bundle: Bundle,
+    provider: Provider,
+    accuracy: Accuracy,
+    cache_dir: str | None,
+    decode_name: str = DECODE,
 ) -> dict[str, Path] | None:
     """The packed form of the bundle's decode and prefill graphs, built if it is not there.
+
+    decode_name: which of its decode graphs, see sessions.decode_graph.
 
     Without `cache_dir` it lives in the bundle's folder or, where that is read-only, in the user's
     cache folder. None where the provider has no such form or it cannot be written (a full disk):
@@ -59,7 +66,7 @@ def packed_graphs(
     """
     if not packs_weights(provider):
         return None
-    graphs = (DECODE, prefill_graph(provider))
+    graphs = (decode_name, prefill_graph(provider))
     key = _key(bundle, provider, accuracy, graphs)
     homes = _homes(bundle, cache_dir)
     for home in homes:
@@ -91,8 +98,9 @@ def optimized_graphs(bundle_path: Path, config: EngineConfig) -> dict[str, Path]
     """
     bundle = Bundle.open(bundle_path)
     use_threads(config.threads)
-    provider = find_provider(config.provider, ort)
-    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
+    provider = configured_provider(config, ort)
+    name = decode_graph(bundle.manifest, config)
+    packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir, name)
     if packed is None:
         raise EngineError(
             f"{bundle_path}: optimized graphs cannot be written there; give --cache-dir"
@@ -181,7 +189,9 @@ def _build(
             open_source_graph(
                 bundle, graph, provider, accuracy, save_to=save_to, data_name=_DATA_NAME
             )
-        _share_weights(building, graphs)
+        # Phases that differ have weights of their own, except with the graph made for that.
+        differ = bundle.manifest.phases_differ and DECODE in graphs
+        _share_weights(building, graphs, logging.DEBUG if differ else logging.WARNING)
         for data in building.rglob(_DATA_NAME):
             _write_anew(data)
         _write_sizes(building)
@@ -195,8 +205,11 @@ def _build(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _share_weights(building: Path, graphs: tuple[str, ...]) -> None:
-    """Put the first graph and its weights on top, and every graph whose weights are equal."""
+def _share_weights(building: Path, graphs: tuple[str, ...], level: int) -> None:
+    """Put the first graph and its weights on top, and every graph whose weights are equal.
+
+    level: of the log's line where some are not.
+    """
     first = graphs[0]
     for path in sorted((building / first).iterdir()):
         path.rename(building / path.name)
@@ -207,7 +220,7 @@ def _share_weights(building: Path, graphs: tuple[str, ...]) -> None:
             (building / graph / f"{graph}.onnx").rename(building / f"{graph}.onnx")
             shutil.rmtree(building / graph)
         else:
-            logger.warning("packed weights differ between graphs", extra={"graph": graph})
+            logger.log(level, "packed weights differ between graphs", extra={"graph": graph})
 
 
 def _write_anew(data: Path) -> None:

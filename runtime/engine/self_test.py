@@ -7,11 +7,12 @@ with a warning; nothing here compares with other providers (that is `ortolan ver
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 
 from ortolan.runtime.engine.device_logits import FloatArray, on_host
-from ortolan.runtime.engine.device_model import BatchDeviceModel, DeviceModel
+from ortolan.runtime.engine.device_model import DeviceModel
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ _FEWER = 5
 _MOST_DIFFERENCE = 0.05  # of the logits' norm; rounding of activations makes far less
 
 
-def limit_prefill(model: DeviceModel) -> None:
+def limit_prefill(model: DeviceModel[Any]) -> None:
     """Have prompts read token by token where the provider gets several at a time wrong.
 
     Seen with WebGPU on devices with small subgroups, where attention over more than one token is
@@ -30,9 +31,10 @@ def limit_prefill(model: DeviceModel) -> None:
     declared = model.most_prefill_tokens
     if declared == 1:
         return
-    whole = _read(model, 0, _TOKENS)
+    tokens = min(_TOKENS, model.cache.capacity)
+    whole = _read(model, 0, tokens)
     model.most_prefill_tokens = 1
-    if _alike(whole, _read(model, 0, _TOKENS)):
+    if _alike(whole, _read(model, 0, tokens)):
         model.most_prefill_tokens = declared
         return
     logger.warning(
@@ -42,11 +44,11 @@ def limit_prefill(model: DeviceModel) -> None:
     )
 
 
-def decodes_ragged_rows(model: BatchDeviceModel) -> bool:
+def decodes_ragged_rows(model: DeviceModel[Any]) -> bool:
     """Whether rows of different lengths come out of one decode call as they do alone."""
-    if model.cache.slots < 2:
+    lengths = [min(_TOKENS, model.cache.capacity - 1), _FEWER]
+    if model.cache.slots < 2 or lengths[0] <= lengths[1]:
         return True
-    lengths = [_TOKENS, _FEWER]
     alone = [_read(model, slot, length + 1) for slot, length in enumerate(lengths)]
     for slot, length in enumerate(lengths):
         _read(model, slot, length)
@@ -62,11 +64,11 @@ def decodes_ragged_rows(model: BatchDeviceModel) -> bool:
     return False
 
 
-def _ids(model: DeviceModel, count: int) -> list[int]:
+def _ids(model: DeviceModel[Any], count: int) -> list[int]:
     return [7 * (place + 1) % model.config.vocab_size for place in range(count)]
 
 
-def _read(model: DeviceModel, slot: int, count: int) -> FloatArray:
+def _read(model: DeviceModel[Any], slot: int, count: int) -> FloatArray:
     """Logits [vocab] after the first tokens of the prompt."""
     logits = on_host(model.prefill(slot, [_ids(model, count)], [0], [[count - 1]]))
     row: FloatArray = logits[0, 0].copy()

@@ -9,21 +9,30 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from ortolan.errors import BundleError, EngineError
+from ortolan.errors import BundleError, EngineError, ProviderError, UsageError
 from ortolan.graphs.contract import (
     DECODE,
+    DECODE_MANY,
+    DECODES,
     PREFILL,
     PREFILL_RAGGED,
     SAMPLE,
     decoder_contract,
 )
+from ortolan.graphs.manifest import Manifest
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.accuracy import LEVELS, Accuracy, with_accuracy
+from ortolan.runtime.machine import adds_bytes_in_16_bits
+from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.providers import Provider
+from ortolan.runtime.providers.placement import CPU, RECORD_ENTRY, check_placement
 
 _RAGGED_SINCE = (1, 32)  # GroupQueryAttention takes query_seqlens
 # 1.24 and 1.27 crash in some graphs when their packed form is run.
 _PACKS_SINCE = (1, 32)
+# From so many rows on, integer products were faster than exact 4-bit blocks (docs/presets.md).
+_MANY_SLOTS = 4
+_PRODUCTS = ("attention", "mlp", "head")  # roles of weights that are multiplied, not looked up
 _ERRORS_ONLY = 3  # ONNX Runtime's log severity; its warnings are about our own choices
 
 
@@ -41,6 +50,22 @@ def prefill_graph(provider: Provider) -> str:
     """The prefill graph that the provider can run; the ragged one does all the other does."""
     ragged = provider.capabilities.ragged_prefill and _version() >= _RAGGED_SINCE
     return PREFILL_RAGGED if ragged else PREFILL
+
+
+def decode_graph(manifest: Manifest, config: EngineConfig) -> str:
+    """The graph that this engine decodes with, whoever is running (rule 1).
+
+    Raises UsageError if the bundle does not have the one that is asked for.
+    """
+    if config.decode_graph != "auto":
+        if config.decode_graph not in manifest.graphs:
+            raise UsageError(
+                f"decode_graph is {config.decode_graph}, which this bundle does not have: its "
+                "phases share their weights; leave it at auto"
+            )
+        return config.decode_graph
+    many = manifest.phases_differ and config.max_slots >= _MANY_SLOTS
+    return DECODE_MANY if many else DECODE
 
 
 def packs_weights(provider: Provider) -> bool:
@@ -86,14 +111,36 @@ def open_source_graph(
     entries = optimizing_entries(provider, accuracy)
     # The graph comes as bytes, so its weights file has to be pointed out.
     entries["session.model_external_initializers_file_folder_path"] = str(bundle.path.resolve())
+    if bundle.manifest.w8a8 and adds_bytes_in_16_bits():
+        check_products(bundle.manifest)
+        # Without VNNI, sums of W8A8 products overflow 16 bits unless a slower product is taken.
+        entries["session.x64quantprecision"] = "1"
+    if provider.ort_name != CPU:
+        entries |= [RECORD_ENTRY]
     if save_to is not None:
         entries["session.save_external_prepacked_constant_initializers"] = "1"
         entries["session.optimized_model_external_initializers_file_name"] = data_name
     options = session_options(entries)
     if save_to is not None:
         options.optimized_model_filepath = str(save_to)
-    model = with_accuracy(bundle.graph_path(graph).read_bytes(), accuracy)
-    return _open(bundle.graph_path(graph), model, options, provider)
+    path = bundle.graph_path(graph)
+    model = with_accuracy(path.read_bytes(), accuracy)
+    session = _open(path, model, options, provider, captured=graph in DECODES)
+    check_placement(path, session, model, provider, ort.__version__)
+    return session
+
+
+def check_products(manifest: Manifest) -> None:
+    """Raises EngineError if a processor that adds bytes in 16 bits cannot run the bundle.
+
+    The product that does not overflow wants uint8 weights. ONNX Runtime turns int8 ones into
+    them, also those in blocks, and cannot compute with these then.
+    """
+    if any(g.role in _PRODUCTS and g.precision.startswith("int8 block") for g in manifest.weights):
+        raise EngineError(
+            "this processor has no VNNI instructions, and without them onnxruntime cannot compute "
+            "w8a8 weights beside others in int8 blocks; export again with --weights source"
+        )
 
 
 def open_packed_graph(path: Path, provider: Provider) -> ort.InferenceSession:
@@ -109,11 +156,20 @@ def open_tiny_graph(graph: bytes, provider: Provider) -> ort.InferenceSession:
 
 
 def _open(
-    path: Path, model: bytes | str, options: ort.SessionOptions, provider: Provider
+    path: Path,
+    model: bytes | str,
+    options: ort.SessionOptions,
+    provider: Provider,
+    *,
+    captured: bool = False,
 ) -> ort.InferenceSession:
     try:
-        session: ort.InferenceSession = provider.open_session(ort, model, options)
+        session: ort.InferenceSession = provider.open_session(
+            ort, model, options, captured=captured
+        )
         return session
+    except ProviderError:
+        raise
     except Exception as exc:
         raise EngineError(
             f"{path}: onnxruntime {ort.__version__} cannot load it for provider {provider.name}: "
@@ -122,17 +178,23 @@ def _open(
 
 
 def open_sessions(
-    bundle: Bundle, provider: Provider, accuracy: Accuracy, packed: Mapping[str, Path] | None
+    bundle: Bundle,
+    provider: Provider,
+    accuracy: Accuracy,
+    packed: Mapping[str, Path] | None,
+    decode_name: str = DECODE,
 ) -> SessionSet:
-    """Sessions from the packed graphs, or from the bundle's own where there are none."""
+    """Sessions from the packed graphs, or from the bundle's own where there are none.
+
+    decode_name: see decode_graph.
+    """
     name = prefill_graph(provider)
+    names = (decode_name, name)
     if packed is None:
-        decode, prefill = (
-            open_source_graph(bundle, graph, provider, accuracy) for graph in (DECODE, name)
-        )
+        decode, prefill = (open_source_graph(bundle, graph, provider, accuracy) for graph in names)
     else:
-        decode, prefill = (open_packed_graph(packed[graph], provider) for graph in (DECODE, name))
-    for graph, session in ((DECODE, decode), (name, prefill)):
+        decode, prefill = (open_packed_graph(packed[graph], provider) for graph in names)
+    for graph, session in zip(names, (decode, prefill), strict=True):
         _check_contract(bundle, graph, session)
     sample = open_source_graph(bundle, SAMPLE, provider, accuracy)
     return SessionSet(decode, prefill, sample, ragged=name == PREFILL_RAGGED)

@@ -24,7 +24,7 @@ DTYPES = {
     "float16": 10,
     "bfloat16": 16,
 }
-_BYTES = {"float32": 4, "int8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2}
+BYTES = {"float32": 4, "int8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def zeros_graph(dtype: str, rank: int) -> bytes:
 
     The one way to get memory of a provider whose memory Python cannot allocate.
     """
-    zero = _tensor("zero", DTYPES[dtype], [1], bytes(_BYTES[dtype]))
+    zero = _tensor("zero", DTYPES[dtype], [1], bytes(BYTES[dtype]))
     nodes = [_node("Expand", ["zero", "shape"], ["out"])]
     return _model(nodes, [Port("shape", "int64", 1)], [Port("out", dtype, rank)], [zero])
 

@@ -16,4 +16,5 @@ PROVIDER = Provider(
         dtypes=("float32", "float16"),
     ),
     remedy="run in Ortolan's clone: pip install '.[cpu]'",
+    extra="cpu",
 )

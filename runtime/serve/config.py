@@ -6,13 +6,14 @@ import difflib
 import reprlib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from ortolan.errors import UsageError
 from ortolan.runtime.params import EngineConfig
+from ortolan.runtime.providers.options import options_from_text
 
 ENVIRONMENT_PREFIX = "ORTOLAN_SERVE_"
 
@@ -109,7 +110,17 @@ class Settings:
 # Name -> type and default of every setting; no name is in both dataclasses.
 _FIELDS = [(kind, item) for kind in (ServeConfig, EngineConfig) for item in fields(kind)]
 TYPES = {item.name: get_type_hints(kind)[item.name] for kind, item in _FIELDS}
-DEFAULTS = {item.name: item.default for _, item in _FIELDS}
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+DEFAULTS = {item.name: _default(item) for _, item in _FIELDS}
+
+# Settings whose option is called otherwise: it is given once for each part of the value.
+FLAGS = {"provider_options": "--provider-option"}
+_WORDS = {"true": True, "on": True, "false": False, "off": False}
 
 
 def gather(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None) -> Settings:
@@ -123,7 +134,7 @@ def gather(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path 
         found[setting.name] = setting
     for name, value in flags.items():
         if value is not None:
-            found[name] = Setting(name, value, "--" + name.replace("_", "-"))
+            found[name] = Setting(name, value, FLAGS.get(name, "--" + name.replace("_", "-")))
     try:
         serve = _made(ServeConfig, found)
         engine = _made(EngineConfig, found)
@@ -196,6 +207,11 @@ def parsed(text: str, kind: Any, where: str) -> Any:
         if get_origin(option) is Literal:
             if text in get_args(option):
                 return text
+        elif get_origin(option) is Mapping:
+            return options_from_text(text, where)
+        elif option is bool:
+            if text in _WORDS:
+                return _WORDS[text]
         elif option is not type(None):
             try:
                 return option(text)
@@ -213,8 +229,14 @@ def _fits(value: object, kind: Any) -> bool:
         if get_origin(option) is Literal:
             if value in get_args(option):
                 return True
+        elif get_origin(option) is Mapping:
+            if isinstance(value, dict):  # its names and values are checked with the others
+                return True
         elif option is float:
             if _is_number(value):
+                return True
+        elif option is bool:
+            if isinstance(value, bool):
                 return True
         elif isinstance(value, option) and not isinstance(value, bool):
             return True
@@ -233,11 +255,13 @@ def _is_number(value: object) -> bool:
 
 
 def _expected(kind: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "text"}
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     words: list[str] = []
     for option in _options(kind):
         if get_origin(option) is Literal:
             words += [str(choice) for choice in get_args(option)]
+        elif get_origin(option) is Mapping:
+            words.append("a table, such as { device_id = 1 }")
         elif option in names:
             words.append(names[option])
     return " or ".join(words)

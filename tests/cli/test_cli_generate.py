@@ -190,6 +190,8 @@ def test_engine_options_reach_load_with_the_fields_defaults(run: Run, fake: Any)
     )
     assert fake.loaded[1] == {
         "provider": "other",
+        "provider_options": {},
+        "strict": False,
         "threads": 3,
         "cache_dir": "there",
         "max_context": 64,
@@ -199,6 +201,7 @@ def test_engine_options_reach_load_with_the_fields_defaults(run: Run, fake: Any)
     run(
         *("generate", "bundle", "x", "--max-slots", "3", "--kv-tokens", "99"),
         *("--prefix-cache-mb", "0", "--prefill-chunk", "32", "--gap-steps", "2", "--gap-ms", "9"),
+        *("--decode-graph", "decode"),
     )
     assert {name: fake.loaded[1][name] for name in SHARING} == {
         "max_slots": 3,
@@ -207,6 +210,7 @@ def test_engine_options_reach_load_with_the_fields_defaults(run: Run, fake: Any)
         "prefill_chunk": 32,
         "gap_steps": 2.0,
         "gap_ms": 9.0,
+        "decode_graph": "decode",
     }
 
 

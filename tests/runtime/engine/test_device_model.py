@@ -9,23 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 import pytest
 
 from ortolan import SamplingParams
+from ortolan.errors import ProviderError
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine import opening, self_test
 from ortolan.runtime.engine.device import Device
 from ortolan.runtime.engine.device_model import ApartDeviceModel, BatchDeviceModel
+from ortolan.runtime.engine.device_slices import SlicedDeviceModel
 from ortolan.runtime.llm import LLM
 from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.providers import Provider, find_provider
 
 SLOTS = 4
+KINDS = {"batch": BatchDeviceModel, "apart": ApartDeviceModel, "slices": SlicedDeviceModel}
 PROMPTS = [[5, 6, 7, 8, 9], [20, 21, 22], [30], list(range(40, 57)), [60, 61], [70] * 20]
-FORMS = ["batch", "apart", "batch, copied", "apart, copied"]
+FORMS = ["batch", "apart", "slices", "slices, recorded", "batch, copied", "apart, copied"]
 
 
 class NotOnHost(Provider):
@@ -35,26 +39,34 @@ class NotOnHost(Provider):
     def on_host(self) -> bool:
         return False
 
+    @property
+    def captures(self) -> bool:
+        return "recorded" in self.hint
+
+    def run_config(self, rows: int | None) -> dict[str, str]:
+        return {}  # which the CPU would refuse
+
 
 def as_device(form: str) -> NotOnHost:
     cpu = find_provider("cpu", ort)
     capabilities = replace(
         cpu.capabilities,
         ragged_prefill=False,
-        slices=False,
+        slices="slices" in form,
         packs_weights=False,
-        ragged_decode=form.startswith("batch"),
+        ragged_decode="apart" not in form,
         in_place_kv="copied" not in form,
     )
-    return NotOnHost(**{**vars(cpu), "capabilities": capabilities})
+    return NotOnHost(**{**vars(cpu), "capabilities": capabilities, "hint": form})
 
 
 @pytest.fixture(params=FORMS)
 def on_device(
     request: pytest.FixtureRequest, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LLM]:
-    monkeypatch.setattr(opening, "find_provider", lambda *args: as_device(request.param))
+    monkeypatch.setattr(opening, "configured_provider", lambda *args: as_device(request.param))
     config = EngineConfig(max_slots=SLOTS, max_context=48, prefill_chunk=16, prefix_cache_mb=0)
+    config = replace(config, kv_copies="copied" in request.param)
     with LLM(Bundle.open(tiny_bundle), config) as llm:
         yield llm
 
@@ -95,7 +107,7 @@ def test_kinds_of_cache_are_what_they_are_called(on_device: LLM, request: object
     """Otherwise the tests above would run one of them twice."""
     model = on_device._running()._model
     form = request.node.callspec.params["on_device"]  # type: ignore[attr-defined]
-    assert isinstance(model, BatchDeviceModel if form.startswith("batch") else ApartDeviceModel)
+    assert isinstance(model, KINDS[form.partition(",")[0]])
 
 
 def test_only_small_things_cross_over(on_device: LLM) -> None:
@@ -131,12 +143,13 @@ def test_wrong_attention_over_several_tokens_is_found(
     model = model_of(on_device)
     self_test.limit_prefill(model)
     assert model.most_prefill_tokens is None
-    call = model._call
+    read_into = model.read_into
 
-    def wrong(bound: object, values: object, ids: list[int], *rest: object) -> object:
-        return call(bound, values, [ids[0]] * len(ids), *rest)  # type: ignore[arg-type]
+    def wrong(values: Any, bound: Any, inputs: dict[str, np.ndarray]) -> object:
+        inputs["input_ids"][:] = inputs["input_ids"][0, 0]
+        return read_into(values, bound, inputs)
 
-    monkeypatch.setattr(model, "_call", wrong)
+    monkeypatch.setattr(model, "read_into", wrong)
     self_test.limit_prefill(model)
     assert model.most_prefill_tokens == 1
     assert "read token by token" in caplog.text
@@ -165,3 +178,35 @@ def test_logits_are_indexed_like_arrays(on_device: LLM) -> None:
     np.testing.assert_array_equal(logits[0, -1:].numpy(), array[0, -1:])
     np.testing.assert_array_equal(logits[0][[2, 0]].numpy(), array[0][[2, 0]])
     assert len(logits[0]) == 3
+
+
+def test_provider_that_copies_the_cache_is_refused(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step would cost as much as reading the whole cache, and nobody would know why."""
+    monkeypatch.setattr(opening, "configured_provider", lambda *args: as_device("batch, copied"))
+    with pytest.raises(ProviderError, match=r"cannot write the KV cache in place.*--kv-copies"):
+        LLM(Bundle.open(tiny_bundle), EngineConfig(max_context=48))
+
+
+def test_flavor_that_a_provider_does_not_run_is_refused(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime would name an operator, deep in a graph."""
+    provider = as_device("batch")
+    only_onnx = replace(provider.capabilities, flavors=("onnx",))
+    unfit = replace(provider, capabilities=only_onnx)
+    monkeypatch.setattr(opening, "configured_provider", lambda *args: unfit)
+    with pytest.raises(ProviderError, match=r"attention of the gqa flavor; export with --att"):
+        LLM(Bundle.open(tiny_bundle), EngineConfig(max_context=48))
+
+
+@pytest.mark.parametrize("context", [2, 5, 13])
+def test_short_contexts_are_checked_too(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, context: int
+) -> None:
+    """The check's own prompt must fit into a slot."""
+    monkeypatch.setattr(opening, "configured_provider", lambda *args: as_device("batch"))
+    with LLM(Bundle.open(tiny_bundle), EngineConfig(max_slots=2, max_context=context)) as llm:
+        params = SamplingParams(max_tokens=1, temperature=0)
+        assert len(llm.generate([[5, 6]], params)[0].token_ids) == 1

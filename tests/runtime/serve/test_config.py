@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import pytest
 
@@ -106,6 +106,39 @@ def test_refused_value_is_named_as_it_was_given(flags: dict[str, Any], said: str
         gather(flags, {}, None)
 
 
+def test_provider_options_come_from_all_three_places(toml: Any) -> None:
+    """The most special source counts as a whole: options of two would be of two providers."""
+    variable = {"ORTOLAN_SERVE_PROVIDER_OPTIONS": "device_type=AUTO:GPU,CPU; precision=FP16"}
+    file = toml("[provider_options]\ndevice_id = 1\nuse_tf32 = true\n")
+    assert gather({}, {}, file).engine.provider_options == {"device_id": 1, "use_tf32": True}
+    by_variable = gather({}, variable, file).engine.provider_options
+    assert by_variable == {"device_type": "AUTO:GPU,CPU", "precision": "FP16"}
+    flags = {"provider_options": {"device_id": "2"}}
+    settings = gather(flags, variable, file)
+    assert settings.engine.provider_options == {"device_id": "2"}
+    assert {one.name: one.origin for one in settings.listed}["provider_options"] == (
+        "--provider-option"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("provider_options = 7", "provider_options is 7; it must be a table"),
+        ("provider_options = { device_id = [1] }", "provider_options"),
+        ("strict = 'yes'", "strict is 'yes'; it must be true or false"),
+    ],
+)
+def test_provider_settings_of_another_form_are_refused(toml: Any, text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        gather({}, {}, toml(text))
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("on", True), ("off", False)])
+def test_switch_is_read_from_words(text: str, value: bool) -> None:
+    assert gather({}, {"ORTOLAN_SERVE_STRICT": text}, None).engine.strict is value
+
+
 def test_two_free_ports_are_two() -> None:
     """0 is no port that two could quarrel about."""
     assert gather({"grpc_port": 0, "http_port": 0}, {}, None).serve.grpc_port == 0
@@ -115,7 +148,9 @@ def test_every_setting_has_a_type_that_can_be_read() -> None:
     """A new field of EngineConfig works in all three places, or fails here."""
     texts = {int: "7", float: "7", str: "7"}
     for name, kind in TYPES.items():
-        if name in ("accuracy", "chat_page", "log_format", "log_level", "self_test"):  # words
+        if get_origin(kind) is Literal or name in ("strict", "kv_copies"):  # words
+            continue
+        if name == "provider_options":  # a mapping
             continue
         text = next((t for k, t in texts.items() if str(k.__name__) in str(kind)), None)
         assert text is not None, name

@@ -35,9 +35,9 @@ def test_every_setting_is_on_the_page_and_nothing_else(documented: dict[str, str
 def test_defaults_on_the_page_are_the_defaults(documented: dict[str, str]) -> None:
     """An operator who plans by the page must not find another number."""
     for name, default in DEFAULTS.items():
-        if default is None:
+        if default is None or default == {}:
             assert not re.fullmatch(r"[\d.]+", documented[name].strip()), name
-        elif isinstance(default, int | float):
+        elif isinstance(default, int | float) and not isinstance(default, bool):
             assert float(documented[name]) == default, name
         else:
-            assert documented[name].strip() == default, name
+            assert documented[name].strip() == str(default), name
