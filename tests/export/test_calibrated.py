@@ -114,6 +114,15 @@ def test_factors_that_are_moved_change_nothing_else(tmp_path: Path, monkeypatch)
     assert distance(source, found) < 1e-9
 
 
+def test_what_takes_factors_back_is_rounded_all_the_same(tmp_path: Path, monkeypatch) -> None:
+    """`up` is scaled for `down`'s sake first, and rounded then."""
+    monkeypatch.setattr("ortolan.export.calibrated._POWERS", (0.5,))
+    source, fmt = checkpoint_of(tmp_path), WeightFormat("int4", 32)
+    found = calibrated(source, fmt)
+    formats = {name: found.read(name).format for name in source.formats}
+    assert {kind for name, kind in formats.items() if name.endswith("_proj")} == {fmt}
+
+
 def test_keys_and_values_are_not_scaled(tmp_path: Path) -> None:
     """Graphs of another precision read the same cache."""
     source = checkpoint_of(tmp_path)
