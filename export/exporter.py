@@ -113,9 +113,14 @@ def export_bundle(
         options.quantization,
     )
     if options.quantization.calibrate or any(has_w8a8(phase) for phase in phases):
-        text, name = calibration_text(options.calibration), "the calibration text"
-        most, vocab = config.max_context, config.vocab_size
-        windows = calibration_windows(text, texts, most, vocab, name)
+        windows = calibration_windows(
+            calibration_text(options.calibration),
+            texts,
+            # Not the bundle's own: a short context is no reason to calibrate on short windows.
+            checkpoint.config.max_context,
+            config.vocab_size,
+            str(options.calibration or "the shipped text"),
+        )
         phases = [_calibrated(phase, config, windows, options, progress) for phase in phases]
 
     with published_folder(target, force=options.force, replaceable=_BUNDLE_NAMES) as folder:

@@ -236,6 +236,6 @@ def test_checkpoint_without_a_tokenizer_is_refused_before_anything_is_written(
     whole = write_folder(tmp_path / "whole", texts={"tokenizer.json": tokenizer_json()})
     short = tmp_path / "short.txt"
     short.write_text("too short")
-    with pytest.raises(UsageError, match="too short to calibrate with"):
+    with pytest.raises(UsageError, match=r"short.txt is too short to calibrate with"):
         export_bundle(str(whole), tmp_path / "bundle", replace(options, calibration=short))
     export_bundle(str(whole), tmp_path / "bundle", options)
