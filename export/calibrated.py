@@ -81,6 +81,8 @@ def calibrated(
 ) -> Phase:
     """The phase with its matrices rounded for a calibration text, [windows, chunk] token ids."""
     source, formats = phase.checkpoint, dict(phase.formats)
+    if not _to_round(source.formats, formats):
+        return phase
     if quantization.bits_per_weight is not None:
         affine = quantization.symmetric is False
         groups = measured(source, config, formats, windows, affine, progress)
@@ -88,6 +90,11 @@ def calibrated(
     checkpoint = CalibratedCheckpoint(source, config, formats, windows)
     made = phase.made | checkpoint.made
     return replace(phase, checkpoint=checkpoint, formats=formats, made=made)
+
+
+def _to_round(source: Formats, formats: Formats) -> frozenset[str]:
+    """Names of weights that are stored in blocks which the source does not have."""
+    return frozenset(name for name, fmt in formats.items() if fmt.blocked and fmt != source[name])
 
 
 class CalibratedCheckpoint:
@@ -110,9 +117,7 @@ class CalibratedCheckpoint:
         self._wanted = formats
         self._rounding = rounding
         self._runner = LayerRunner(source, config, windows)
-        self._rounds = frozenset(
-            name for name, fmt in formats.items() if fmt.blocked and fmt != source.formats[name]
-        )
+        self._rounds = _to_round(source.formats, formats)
         self._table: Weight | None = None
         self._hidden: Floats | None = None
         self._layer = -1

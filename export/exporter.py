@@ -34,6 +34,7 @@ from ortolan.export.weights_file import WeightsFile
 from ortolan.graphs import contract as c
 from ortolan.graphs.build import FLAVORS, build_decoder_graph
 from ortolan.graphs.flavor import Flavor
+from ortolan.graphs.formats import Formats
 from ortolan.graphs.manifest import (
     MANIFEST_NAME,
     PACKED_NAME,
@@ -74,6 +75,7 @@ class ExportOptions:
     """weights: "source" keeps the checkpoint's precision exactly, "float32" expands it, "int8" and
     "int4" round it to blocks, quantization says how; "w8a8" rounds activations too.
     prefill_weights, decode_weights: what one phase has instead.
+    preset: what the precisions are called together, for the manifest.
     calibration: a text file to calibrate weights on; None takes the one that is shipped.
     max_context: positions that the rotary tables cover; None takes the checkpoint's limit.
     force: replace an existing bundle.
@@ -84,6 +86,7 @@ class ExportOptions:
     prefill_weights: WeightsChoice | None = None
     decode_weights: WeightsChoice | None = None
     calibration: Path | None = None
+    preset: str = ""
     max_context: int | None = None
     force: bool = False
     quantization: Quantization = DEFAULT_QUANTIZATION
@@ -121,7 +124,10 @@ def export_bundle(
             config.vocab_size,
             str(options.calibration or "the shipped text"),
         )
-        phases = [_calibrated(phase, config, windows, options, progress) for phase in phases]
+        beside = phases[0].formats
+        phases = [
+            _calibrated(phase, config, windows, options, progress, beside) for phase in phases
+        ]
 
     with published_folder(target, force=options.force, replaceable=_BUNDLE_NAMES) as folder:
         with WeightsFile(folder / WEIGHTS_NAME) as file:
@@ -142,6 +148,7 @@ def export_bundle(
             weights=groups,
             files=files,
             source=Source(source_name(path), checkpoint.format_name, _hash(checkpoint.files)),
+            preset=options.preset,
             rounded_from=rounded_from(checkpoint.formats, *(phase.formats for phase in phases)),
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
@@ -154,10 +161,11 @@ def _calibrated(
     windows: Ids,
     options: ExportOptions,
     progress: Progress | None,
+    beside: Formats,
 ) -> Phase:
     """The phase with its weights made for what they read on the calibration text."""
     if has_w8a8(phase):
-        return smoothed(phase, config, windows, progress)
+        return smoothed(phase, config, windows, progress, beside)
     if options.quantization.calibrate:
         return calibrated(phase, config, windows, options.quantization, progress)
     return phase

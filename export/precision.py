@@ -17,11 +17,11 @@ from ortolan.graphs.formats import (
 )
 from ortolan.graphs.manifest import ModelConfig
 
-WeightsChoice = Literal["source", "float32", "int8", "int4", "w8a8"]
+WeightsChoice = Literal["source", "float32", "int8", "int4", "w8a8", "blocks"]
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 DEFAULT_BLOCK_SIZE = 32
-_ROUNDED = ("int8", "int4")
+_ROUNDED = ("int8", "int4", "blocks")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class Quantization:
     calibrate: round for what the layers read on a text, not each weight for itself.
     bits_per_weight: an average over the layers' matrices in int4, scales included, that is spent
     where it buys most; some become int8, and blocks have several sizes.
+
+    Of the choices, "blocks" stands for the source's own blocks where they have no offsets, and
+    for int8 otherwise: in small models offsets cost more time than twice the bytes.
     Raises UsageError for a block size or an average that there is not.
     """
 
@@ -76,8 +79,8 @@ def choose_formats(
     Raises UsageError if the choices contradict each other or the model.
     """
     choices = {
-        EMBEDDING: quantization.embedding or _table_default(source[EMBEDDING], weights),
-        LM_HEAD: quantization.lm_head or _table_default(source.get(LM_HEAD, FLOAT32), weights),
+        EMBEDDING: quantization.embedding or _table_default(weights),
+        LM_HEAD: quantization.lm_head or _table_default(weights),
     }
     if config.tie_embeddings:
         shared = _shared_table(choices[EMBEDDING], quantization)
@@ -98,15 +101,13 @@ def choose_formats(
     }
 
 
-def _table_default(source: WeightFormat, weights: WeightsChoice) -> WeightsChoice:
+def _table_default(weights: WeightsChoice) -> WeightsChoice:
     """What the embedding and the head are stored in where nothing else is asked for.
 
     A table is looked up, and the head has few rows, which cost bytes more than products: beside
     w8a8 both stay in blocks.
     """
-    if weights != "w8a8":
-        return weights
-    return "source" if source.blocked else "int8"
+    return "blocks" if weights == "w8a8" else weights
 
 
 def _shared_table(weights: WeightsChoice, quantization: Quantization) -> WeightsChoice:
@@ -145,12 +146,15 @@ def _format(
 ) -> WeightFormat:
     if choice == "source":
         return source
+    if choice == "blocks" and source.blocked and not source.affine:
+        return source
     if choice == "float32":
         return FLOAT32
     if choice == "w8a8":
         return W8A8
     block_size = quantization.block_size or DEFAULT_BLOCK_SIZE
-    return WeightFormat(choice, block_size, affine=quantization.symmetric is False)
+    dtype: Literal["int4", "int8"] = "int4" if choice == "int4" else "int8"
+    return WeightFormat(dtype, block_size, affine=quantization.symmetric is False)
 
 
 def rounded_from(source: Formats, *stored: Formats) -> list[str]:

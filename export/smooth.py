@@ -12,6 +12,7 @@ on SmolLM2 (docs/presets.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,12 +30,12 @@ from ortolan.export.phases import Phase, Progress
 from ortolan.export.quantize import quantize
 from ortolan.export.weights import Weight
 from ortolan.export.write_weights import Checkpoint
-from ortolan.graphs.formats import FLOAT32, W8A8, WeightFormat, layer_name, layer_norms
+from ortolan.graphs.formats import FLOAT32, W8A8, Formats, WeightFormat, layer_name, layer_norms
 from ortolan.graphs.manifest import ModelConfig
 
-# What layers that would lose most are stored in, where the source has no blocks itself.
-KEPT = WeightFormat("int8", 32)
-_KEPT_SHARE = 0.1  # of the layers' last products
+# What products that would lose most are stored in, where decode has no such blocks to share.
+KEPT = WeightFormat("int8", 64)
+_KEPT_SHARE = 0.4  # of the layers' last products
 _SAMPLED_ROWS = 1024
 _STEPS = 127  # between zero and a token's largest number
 _TINY = 1e-6  # of a root mean square: a channel that is always zero is not divided by zero
@@ -85,10 +86,15 @@ def has_w8a8(phase: Phase) -> bool:
 
 
 def smoothed(
-    phase: Phase, config: ModelConfig, windows: Ids, progress: Progress | None = None
+    phase: Phase,
+    config: ModelConfig,
+    windows: Ids,
+    progress: Progress | None = None,
+    beside: Formats | None = None,
 ) -> Phase:
     """The phase with its W8A8 weights smoothed, and those in blocks that would lose most.
 
+    beside: the formats of the other phase, whose blocks are shared if they have 8 bits.
     windows: token ids of a calibration text [windows, chunk]. One layer's weights, and what it
     reads, are in memory at a time. Raises what `LayerRunner` raises.
     """
@@ -109,8 +115,8 @@ def smoothed(
     for layer in _worst(losses):
         name = layer_name(layer, "mlp.down_proj")
         if formats[name].w8a8:
-            source = phase.checkpoint.formats[name]
-            formats[name] = source if source.blocked else KEPT
+            other = KEPT if beside is None else beside[name]
+            formats[name] = other if other.blocked and other.bits == 8 else KEPT
             # Rounded in blocks it gains nothing by scales, so what it reads has none either.
             folds.pop(name, None)
             for up in _up(layer):
@@ -222,6 +228,6 @@ def _loss_of_down(
 
 
 def _worst(losses: Sequence[float]) -> list[int]:
-    """The tenth of the layers that would lose most, rounded up."""
-    count = -(-len(losses) // round(1 / _KEPT_SHARE))
+    """The layers that would lose most."""
+    count = math.ceil(len(losses) * _KEPT_SHARE)
     return sorted(range(len(losses)), key=lambda layer: -losses[layer])[:count]

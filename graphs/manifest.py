@@ -182,7 +182,8 @@ class AccuracyReport:
     """The price of a bundle's precision, measured on texts that nothing was calibrated on.
 
     accuracy: what products were computed in, "default" or "exact". reference: what it is compared
-    with. runtime: what computed both. total: over all of `texts`.
+    with. runtime: what computed both. total: over all of `texts`. phase: whose weights read the
+    texts, "prefill" or "decode", in a bundle where these differ.
     """
 
     accuracy: str
@@ -190,6 +191,7 @@ class AccuracyReport:
     runtime: str
     total: TextAccuracy
     texts: list[TextAccuracy]
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,7 @@ class Manifest:
     """Everything that a runtime or a reader needs to know before it opens a graph.
 
     rounded_from: precisions of those source weights that are stored rounded; empty if none are.
+    preset: what its precisions were asked for as, or empty.
     no_report: why there is no accuracy report; None where there is one, or nothing to report.
     """
 
@@ -211,6 +214,7 @@ class Manifest:
     rounded_from: list[str] = field(default_factory=list)
     accuracy_reports: list[AccuracyReport] = field(default_factory=list)
     no_report: str | None = None
+    preset: str = ""
 
     @property
     def quantized(self) -> bool:

@@ -7,6 +7,7 @@
      ├── CheckpointError         a checkpoint cannot be read
      │    └── ConfigError        a checkpoint describes a model that we cannot express exactly
      ├── BundleError             a bundle is incomplete, damaged, or of another version
+     │    └── AccuracyError      a bundle loses more than its preset promises
      ├── ProviderError           an execution provider is unknown or unusable here
      ├── TemplateError           a chat template failed or refused the messages
      ├── EngineError             running the model failed
@@ -61,6 +62,10 @@ class ConfigError(CheckpointError):
 
 class BundleError(OrtolanError):
     """A bundle's folder cannot be opened, written or trusted."""
+
+
+class AccuracyError(BundleError):
+    """A bundle was made, and measured to lose more than was promised."""
 
 
 class ProviderError(OrtolanError):

@@ -124,10 +124,17 @@ class LLM:
         return self._prompts.encode_chat(messages)
 
     def logits(
-        self, token_ids: Sequence[int], positions: Sequence[int] | None = None
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int] | None = None,
+        decoded_from: int | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Logits [n, vocab] after the tokens at `positions`, or after every token."""
-        return self._running().logits(token_ids, positions)
+        """Logits [n, vocab] after the tokens at `positions`, or after every token.
+
+        decoded_from: the tokens from this one on go through decode one by one, not through
+        prefill, as those of an answer do.
+        """
+        return self._running().logits(token_ids, positions, decoded_from)
 
     def close(self) -> None:
         """Free the sessions and the KV cache. Calling it twice is harmless."""

@@ -100,8 +100,10 @@ def measure(
     source: str | None,
     engine: dict[str, Any] | None = None,
     progress: Progress | None = None,
-) -> AccuracyReport:
+) -> list[AccuracyReport]:
     """The report of a bundle, run with these fields of EngineConfig, at default accuracy if none.
+
+    Where its phases differ there are two, prefill's and decode's.
 
     source: the checkpoint that it was made of; None takes the bundle itself at exact accuracy,
     which is right where its weights are the source's own. Raises UsageError if the source is
@@ -123,7 +125,8 @@ def measure(
             ortolan.load(bundle, **settings) as ours,
             ortolan.load(reference, **{**settings, "accuracy": "exact"}) as exact,
         ):
-            return compare(ours, exact, progress)
+            phases = ("prefill", "decode") if ours.manifest.phases_differ else ("",)
+            return [compare(ours, exact, progress, phase) for phase in phases]
 
 
 def _reference(source: str, bundle: Path, folder: Path, progress: Progress | None) -> Path:
@@ -141,18 +144,24 @@ def _reference(source: str, bundle: Path, folder: Path, progress: Progress | Non
     return folder / "reference"
 
 
-def compare(ours: LLM, reference: LLM, progress: Progress | None = None) -> AccuracyReport:
-    """The report of one loaded model against another with the same vocabulary."""
+def compare(
+    ours: LLM, reference: LLM, progress: Progress | None = None, phase: str = ""
+) -> AccuracyReport:
+    """The report of one loaded model against another with the same vocabulary.
+
+    phase: "decode" feeds ours all tokens but the first two of a text one by one.
+    """
     onnxruntime = require("onnxruntime", "cpu", "measuring accuracy")
     total, summaries = Divergences(), []
     for done, (name, file, most) in enumerate(TEXTS):
         if progress is not None:
-            progress(f"accuracy on {name}", done, len(TEXTS))
+            what = f"accuracy of {phase} on" if phase else "accuracy on"
+            progress(f"{what} {name}", done, len(TEXTS))
         found = Divergences()
         text = (resources.files("ortolan") / file).read_text(encoding="utf-8")
         ids = reference.encode(text)[:most]
         for window in _windows(ids, ours):
-            _compare_window(ours, reference, window, found)
+            _compare_window(ours, reference, window, found, 2 if phase == "decode" else None)
         summaries.append(found.summary(name))
         total.extend(found)
     return AccuracyReport(
@@ -161,6 +170,7 @@ def compare(ours: LLM, reference: LLM, progress: Progress | None = None) -> Accu
         runtime=f"onnxruntime {onnxruntime.__version__}, {ours.config.provider}",
         total=total.summary("all"),
         texts=summaries,
+        phase=phase,
     )
 
 
@@ -171,13 +181,15 @@ def _windows(ids: list[int], llm: LLM) -> list[list[int]]:
     return [piece for piece in pieces if len(piece) > 1]
 
 
-def _compare_window(ours: LLM, reference: LLM, ids: list[int], found: Divergences) -> None:
+def _compare_window(
+    ours: LLM, reference: LLM, ids: list[int], found: Divergences, decoded_from: int | None
+) -> None:
     rows = max(1, _LOGITS_BYTES // (4 * ours.manifest.model.vocab_size))
     for start in range(0, len(ids) - 1, rows):
         positions = range(start, min(start + rows, len(ids) - 1))
         # All of the window is read each time: how it is cut must not depend on what is wanted.
         found.add(
             reference.logits(ids, positions),
-            ours.logits(ids, positions),
+            ours.logits(ids, positions, decoded_from),
             [ids[position + 1] for position in positions],
         )

@@ -19,7 +19,7 @@ def write_accuracy(manifest: Manifest) -> None:
     if twice := [name for name in manifest.rounded_from if name.startswith("int")]:
         cost = "what that costs was not measured"
         if manifest.accuracy_reports:
-            total = manifest.accuracy_reports[0].total
+            total = max((r.total for r in manifest.accuracy_reports), key=lambda t: t.mean_kl)
             cost = (
                 f"mean KL is {total.mean_kl:.2g}, the likeliest token the same for "
                 f"{total.top1_agreement:.1%}"
@@ -34,7 +34,7 @@ def write_report(report: AccuracyReport) -> None:
     """Print a report as a table."""
     write_table(
         (
-            f"accuracy {report.accuracy}",
+            f"accuracy {report.accuracy}" + (f", {report.phase}" if report.phase else ""),
             "tokens",
             "mean KL",
             "99 % KL",

@@ -14,16 +14,19 @@ from ortolan.cli.accuracy_table import write_accuracy
 from ortolan.cli.options import debug_option, json_option
 from ortolan.cli.output import megabytes, write, write_json
 from ortolan.cli.progress import Progress, progress_bar
-from ortolan.errors import MissingDependencyError
+from ortolan.errors import AccuracyError, MissingDependencyError, UsageError
 from ortolan.export.precision import (
     BLOCK_SIZES,
     DEFAULT_BLOCK_SIZE,
     Quantization,
     WeightsChoice,
 )
+from ortolan.export.presets import DEFAULT_PRESET, PRESETS, PresetName, broken_promise
 
 if TYPE_CHECKING:
     from ortolan.graphs.manifest import Manifest
+
+_DETAILS = ("block_size", "symmetric", "lm_head", "embedding", "bits_per_weight")
 
 _FORMATS = click.Choice(get_args(WeightsChoice))
 _SHIPPED = "\0"  # --calibrate without a file; no file is called that
@@ -35,11 +38,29 @@ _SHIPPED = "\0"  # --calibrate without a file; no file is called that
 @click.argument("source")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
+    "--preset",
+    type=click.Choice(get_args(PresetName)),
+    help="; ".join(f"{name}: {preset.summary}" for name, preset in PRESETS.items())
+    + ". Instead of all options of weights below.",
+)
+@click.option(
+    "--quantize",
+    "preset",
+    flag_value=DEFAULT_PRESET,
+    help=f"The same as --preset {DEFAULT_PRESET}.",
+)
+@click.option(
+    "--any-accuracy", is_flag=True, help="Accept a bundle that loses more than its preset promises."
+)
+@click.option(
     "--weights",
     type=_FORMATS,
-    help="source: the checkpoint's precision, exactly; float32: expanded; int8, int4: rounded.  "
+    help="source: the checkpoint's precision, exactly; float32: expanded; int8, int4: rounded; "
+    "w8a8: rounded, and multiplied as integers; blocks: the source's, or int8 where it has none.  "
     "[default: source]",
 )
+@click.option("--prefill-weights", type=_FORMATS, help="What prompts are read with instead.")
+@click.option("--decode-weights", type=_FORMATS, help="What answers are written with instead.")
 @click.option(
     "--block-size",
     metavar="N",
@@ -96,7 +117,11 @@ _SHIPPED = "\0"  # --calibrate without a file; no file is called that
 def export(
     source: str,
     bundle: Path,
+    preset: PresetName | None,
+    any_accuracy: bool,
     weights: str | None,
+    prefill_weights: str | None,
+    decode_weights: str | None,
     block_size: int | None,
     symmetric: bool | None,
     calibrate: str | None,
@@ -117,8 +142,16 @@ def export(
     an accuracy report is added to it at the end.
     """
     exporter = _exporter()
-    given: dict[str, Any] = {
+    own: dict[str, Any] = {
         "weights": weights,
+        "prefill_weights": prefill_weights,
+        "decode_weights": decode_weights,
+    }
+    if preset is not None:
+        details = (block_size, symmetric, lm_head, embedding, bits_per_weight)
+        _check_alone(preset, own | dict(zip(_DETAILS, details, strict=True)))
+        own |= PRESETS[preset].options() | {"preset": preset}
+    given: dict[str, Any] = {
         "max_context": max_context,
         "attention": attention,
         "force": force,
@@ -126,6 +159,7 @@ def export(
             block_size, symmetric, lm_head, embedding, calibrate is not None, bits_per_weight
         ),
         "calibration": None if calibrate in (None, _SHIPPED) else Path(calibrate),
+        **own,
     }
     options = exporter.ExportOptions(**{k: v for k, v in given.items() if v is not None})
     began_s = time.perf_counter()
@@ -152,6 +186,22 @@ def export(
         options_end = "-- " if name.startswith("-") else ""
         following = f'ortolan generate {options_end}{shlex.quote(name)} "..."'
         write(f"{bundle}: {megabytes(size)} in {seconds:.1f} s; next: {following}\n")
+    broken = None if preset is None or any_accuracy else broken_promise(preset, manifest)
+    if broken is not None:
+        raise AccuracyError(
+            f"{bundle}: {broken}; the bundle is complete: take --any-accuracy to accept it, or "
+            "another preset to replace it (with --force)"
+        )
+
+
+def _check_alone(preset: str, details: dict[str, Any]) -> None:
+    for name, value in details.items():
+        if value is not None:
+            option = "--asymmetric" if value is False else f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"--preset {preset} and {option} contradict each other: a preset says all about "
+                "weights; leave one of the two out"
+            )
 
 
 def _with_report(
@@ -167,7 +217,7 @@ def _with_report(
         # Weights that are the source's own are compared with themselves at exact accuracy.
         other = source if manifest.rounded_from else None
         found = measure(bundle, other, progress=progress)
-        manifest = dataclasses.replace(manifest, accuracy_reports=[found])
+        manifest = dataclasses.replace(manifest, accuracy_reports=found)
     manifest.write(bundle)
     return manifest
 

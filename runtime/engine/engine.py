@@ -244,8 +244,16 @@ class Engine:
         if self._scheduler.prefix is not None:
             self._scheduler.prefix.clear()
 
-    def logits(self, token_ids: Sequence[int], positions: Sequence[int] | None) -> FloatArray:
-        """Logits float32 [n, vocab] after each of `positions` (by default all), by prefill."""
+    def logits(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int] | None,
+        decoded_from: int | None = None,
+    ) -> FloatArray:
+        """Logits float32 [n, vocab] after each of `positions` (by default all), by prefill.
+
+        decoded_from: the tokens from this one on are fed one by one to decode.
+        """
         self._check_between_steps()
         ids = list(token_ids)
         self._check_prompt(ids)
@@ -258,7 +266,7 @@ class Engine:
         result: FloatArray = np.empty((len(wanted), self._model.config.vocab_size), np.float32)
         start = 0
         try:
-            for size in chunk_sizes(len(ids), self._config.prefill_chunk):
+            for size in chunk_sizes(len(ids[:decoded_from]), self._config.prefill_chunk):
                 places = [i for i, p in enumerate(wanted) if start <= p < start + size]
                 index = [wanted[i] - start for i in places] or [size - 1]
                 chunk = ids[start : start + size]
@@ -266,6 +274,12 @@ class Engine:
                 if places:
                     result[places] = on_host(logits[0])
                 start += size
+            for position in range(start, len(ids)):
+                logits = self._model.decode(slot, [ids[position]], [position])
+                for i, place in enumerate(wanted):
+                    if place == position:
+                        result[i] = on_host(logits)[0]
+                start += 1
         finally:
             self._model.cache.discard(slot, start)
         return result

@@ -32,7 +32,6 @@ _RAGGED_SINCE = (1, 32)  # GroupQueryAttention takes query_seqlens
 _PACKS_SINCE = (1, 32)
 # From so many rows on, integer products were faster than exact 4-bit blocks (docs/presets.md).
 _MANY_SLOTS = 4
-_PRODUCTS = ("attention", "mlp", "head")  # roles of weights that are multiplied, not looked up
 _ERRORS_ONLY = 3  # ONNX Runtime's log severity; its warnings are about our own choices
 
 
@@ -112,9 +111,10 @@ def open_source_graph(
     # The graph comes as bytes, so its weights file has to be pointed out.
     entries["session.model_external_initializers_file_folder_path"] = str(bundle.path.resolve())
     if bundle.manifest.w8a8 and adds_bytes_in_16_bits():
-        check_products(bundle.manifest)
         # Without VNNI, sums of W8A8 products overflow 16 bits unless a slower product is taken.
+        # It wants unsigned weights; blocks must stay signed, or they are not fused and fail.
         entries["session.x64quantprecision"] = "1"
+        entries["session.qdqisint8allowed"] = "1"
     if provider.ort_name != CPU:
         entries |= [RECORD_ENTRY]
     if save_to is not None:
@@ -128,19 +128,6 @@ def open_source_graph(
     session = _open(path, model, options, provider, captured=graph in DECODES)
     check_placement(path, session, model, provider, ort.__version__)
     return session
-
-
-def check_products(manifest: Manifest) -> None:
-    """Raises EngineError if a processor that adds bytes in 16 bits cannot run the bundle.
-
-    The product that does not overflow wants uint8 weights. ONNX Runtime turns int8 ones into
-    them, also those in blocks, and cannot compute with these then.
-    """
-    if any(g.role in _PRODUCTS and g.precision.startswith("int8 block") for g in manifest.weights):
-        raise EngineError(
-            "this processor has no VNNI instructions, and without them onnxruntime cannot compute "
-            "w8a8 weights beside others in int8 blocks; export again with --weights source"
-        )
 
 
 def open_packed_graph(path: Path, provider: Provider) -> ort.InferenceSession:

@@ -217,6 +217,23 @@ def test_same_source_makes_the_same_bundle(tmp_path: Path) -> None:
     assert made[0] == made[1]
 
 
+def test_one_phase_may_have_nothing_to_round(tmp_path: Path) -> None:
+    """Its weights are the source's, and no layer is run for them; keys and values are shared."""
+    source = str(write_tiny_gguf(tmp_path / "m.gguf", shape=SHAPE))
+    options = ExportOptions(
+        prefill_weights="source",
+        decode_weights="int4",
+        quantization=Quantization(embedding="source", calibrate=True, bits_per_weight=5.0),
+    )
+    manifest = export_bundle(source, tmp_path / "bundle", options)
+    kept = {g.precision for g in manifest.weights if g.phase == "prefill"}
+    assert kept == {"float32"}
+    export_bundle(source, tmp_path / "source", ExportOptions())
+    found, exact = (ExactBundle(tmp_path / name) for name in ("bundle", "source"))
+    assert np.allclose(found.prefill([5, 6, 7, 8]), exact.prefill([5, 6, 7, 8]), atol=1e-4)
+    assert np.abs(found.decode(9) - exact.decode(9)).max() < 0.5 * np.abs(exact.decode(9)).max()
+
+
 def test_option_without_anything_to_round_is_refused(tmp_path: Path) -> None:
     """It would take minutes, and change nothing."""
     source = checkpoint_of(tmp_path)

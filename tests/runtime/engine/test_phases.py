@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from tiny_llama import Shape, write_tiny_gguf
 
-from ortolan.errors import EngineError, UsageError
+from ortolan.errors import UsageError
 from ortolan.export.exporter import ExportOptions, export_bundle
+from ortolan.export.presets import PRESETS
 from ortolan.graphs.manifest import Manifest
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.chunks import chunk_sizes
@@ -28,6 +29,7 @@ LENGTH = 131
 OPTIONS = {
     "w8a8": ExportOptions(weights="w8a8"),
     "mixed": ExportOptions(prefill_weights="w8a8"),
+    "balanced": ExportOptions(**PRESETS["balanced"].options()),
 }
 
 
@@ -44,7 +46,12 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(
     scope="module",
-    params=[("w8a8", "auto"), ("mixed", "decode"), ("mixed", "decode_many")],
+    params=[
+        ("w8a8", "auto"),
+        ("mixed", "decode"),
+        ("mixed", "decode_many"),
+        ("balanced", "decode"),
+    ],
     ids="-".join,
 )
 def opened(
@@ -188,35 +195,25 @@ def test_both_decode_graphs_go_on_from_the_same_cache(bundles: dict[str, Path]) 
     assert not np.array_equal(*logits)
 
 
-@pytest.fixture
-def without_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ortolan.runtime.engine.sessions.adds_bytes_in_16_bits", lambda: True)
-
-
-@pytest.mark.usefixtures("without_vnni")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_products_are_the_same_in_the_form_for_processors_without_vnni(
-    bundles: dict[str, Path], ids: list[int], name: str, tmp_path: Path
+    bundles: dict[str, Path],
+    ids: list[int],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There the plain form overflows 16 bits in silence; integers are exact in either."""
-    plain, other = (
-        EngineConfig(max_context=CONTEXT, max_slots=4, cache_dir=str(tmp_path / folder))
-        for folder in "ab"
-    )
-    tokenizer = Tokenizer.open(bundles[name])
-    found = prefill(open_engine(Bundle.open(bundles[name]), other, tokenizer), ids, LENGTH, 0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ortolan.runtime.engine.sessions.adds_bytes_in_16_bits", lambda: False)
-        engine = open_engine(Bundle.open(bundles[name]), plain, tokenizer)
-    for one, two in zip(prefill(engine, ids, LENGTH, 0), found, strict=True):
+    found = []
+    for answer in (True, False):
+        monkeypatch.setattr(
+            "ortolan.runtime.engine.sessions.adds_bytes_in_16_bits", lambda answer=answer: answer
+        )
+        config = EngineConfig(
+            max_context=CONTEXT, max_slots=4, cache_dir=str(tmp_path / f"{answer}")
+        )
+        tokenizer = Tokenizer.open(bundles[name])
+        engine = open_engine(Bundle.open(bundles[name]), config, tokenizer)
+        found.append(prefill(engine, ids, LENGTH, 0))
+    for one, two in zip(*found, strict=True):
         np.testing.assert_array_equal(one, two)
-
-
-@pytest.mark.usefixtures("without_vnni")
-def test_int8_blocks_beside_w8a8_are_refused_without_vnni(tmp_path: Path) -> None:
-    """ONNX Runtime would fail at the first request, with a message about zero points."""
-    source = write_tiny_gguf(tmp_path / "tiny.gguf", types={"*": "Q8_0"})
-    export_bundle(str(source), tmp_path / "bundle", ExportOptions(weights="w8a8"))
-    tokenizer = Tokenizer.open(tmp_path / "bundle")
-    with pytest.raises(EngineError, match="no VNNI"):
-        open_engine(Bundle.open(tmp_path / "bundle"), EngineConfig(max_slots=1), tokenizer)
