@@ -5,19 +5,21 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BUNDLE := build/smollm2
 EXPORT_SOURCES := $(shell find graphs export -name '*.py')
+RUN_SOURCES := $(shell find runtime -name '*.py')
 PROMPT := What is the capital of France?
 
 # A copied or renamed folder brings an environment that still points at the old place.
 ifneq ($(shell cat $(VENV)/.installed 2>/dev/null || pwd -P),$(shell pwd -P))
-$(shell rm -rf $(VENV))
+$(shell rm -rf $(VENV) build/providers)
 endif
 
-.PHONY: help demo test test-slow bench lint proto clean
+.PHONY: help demo test test-slow test-providers bench lint proto clean
 
 help:
 	@echo "make demo       export a small model, serve it, ask it for the capital of France"
 	@echo "make test       the fast tests, a few minutes"
 	@echo "make test-slow  the tests that take longer"
+	@echo "make test-providers  every execution provider that this machine can run, against the CPU"
 	@echo "make bench      the measurements that README.md quotes"
 	@echo "make lint       style and types"
 	@echo "make proto      generate proto/ again, after a change of a .proto file"
@@ -43,6 +45,45 @@ test: $(VENV)/.checkpoint
 
 test-slow: $(VENV)/.checkpoint
 	@$(VENV)/bin/pytest -m slow $(ARGS)
+
+# Each distribution of ONNX Runtime replaces the others, so each has an environment of its own,
+# without what exports: bundles and the CPU's answers are made once and handed over.
+# PROVIDERS=webgpu chooses; VK_ICD_FILENAMES names another Vulkan device than SwiftShader, the one
+# in software that comes with Debian's chromium.
+PROVIDERS := cpu openvino webgpu
+DISTRIBUTION_cpu := onnxruntime==1.32.*
+DISTRIBUTION_openvino := onnxruntime-openvino==1.24.1
+DISTRIBUTION_webgpu := onnxruntime-webgpu==1.27.*
+PROVIDER_BUNDLES := build/providers/bundles
+PROVIDER_TESTS := $(PROVIDERS:%=test-provider-%)
+SWIFTSHADER := /usr/lib/chromium
+export VK_ICD_FILENAMES ?= $(wildcard $(SWIFTSHADER)/vk_swiftshader_icd.json)
+
+test-providers: $(PROVIDER_TESTS)
+
+# Vulkan's loader, libvulkan.so.1, lies beside SwiftShader there.
+$(PROVIDER_TESTS): test-provider-%: build/providers/%/.installed $(PROVIDER_BUNDLES)/.made
+	@if [ $* = webgpu ] && [ -z "$$VK_ICD_FILENAMES" ]; then \
+	    echo "Provider webgpu: SKIPPED, there is no Vulkan device here." \
+	        "Install Debian's chromium, or set VK_ICD_FILENAMES."; exit 0; \
+	fi; \
+	echo "Provider $*: $(DISTRIBUTION_$*)"; \
+	LD_LIBRARY_PATH="$${LD_LIBRARY_PATH:+$$LD_LIBRARY_PATH:}$(SWIFTSHADER)" \
+	    ORTOLAN_PROVIDER=$* ORTOLAN_PROVIDER_BUNDLES=$(abspath $(PROVIDER_BUNDLES)) \
+	    build/providers/$*/bin/pytest -q tests/providers $(ARGS)
+
+$(PROVIDER_BUNDLES)/.made: $(EXPORT_SOURCES) $(RUN_SOURCES) $(BUNDLE)/manifest.json \
+        tests/make_provider_references.py tests/provider_scenarios.py
+	@echo "Making bundles and the CPU's answers in $(PROVIDER_BUNDLES) ..."
+	@$(PY) tests/make_provider_references.py $(PROVIDER_BUNDLES) $(BUNDLE)
+	@touch $@
+
+$(PROVIDERS:%=build/providers/%/.installed): build/providers/%/.installed: pyproject.toml $(PY)
+	@echo "Installing $(DISTRIBUTION_$*) into build/providers/$* ..."
+	@$(PY) -m venv build/providers/$*
+	@build/providers/$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	    "$(DISTRIBUTION_$*)" --editable ".[serve]" "pytest>=9.2"
+	@touch $@
 
 # What the README claims about speed and memory; compares with llama.cpp where that is installed.
 bench: $(BUNDLE)/manifest.json

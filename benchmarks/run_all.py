@@ -18,6 +18,7 @@ SCRIPTS = (
     "cached_prefix",
     "cold_and_warm_start",
     "session_memory",
+    "plan_memory",
     "export_time",
 )
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from _common import (
@@ -25,6 +23,7 @@ from _common import (
     parser,
 )
 from _gguf_folder import write_folder
+from _other_python import OtherPython, check_installed
 from _ours import Ours, Tests, add_arguments
 
 from ortolan.errors import BenchError
@@ -33,41 +32,11 @@ BOUND = 1.0
 BLOCK_SIZE = 32
 WEIGHTS = ("--weights", "int4", "--block-size", BLOCK_SIZE, "--symmetric")
 BUILDER = ("-p", "int4", "-e", "cpu", "--extra_options")
+REMEDY = (
+    "onnxruntime-genai is not installed; pip install onnxruntime-genai torch transformers into an "
+    "environment, and give its Python as --python"
+)
 BUILDER_OPTIONS = (f"block_size={BLOCK_SIZE}", "accuracy_level=4", "shared_embeddings=true")
-
-
-class GenaiProcess:
-    """Rounds of the tests in another process, which waits without spinning between them."""
-
-    def __init__(self, python: str, folder: Path, tests: Tests) -> None:
-        child = Path(__file__).with_name("_genai_child.py")
-        self._process = subprocess.Popen(
-            [python, str(child), str(folder), json.dumps(asdict(tests))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.version = json.loads(self._line())["version"]
-
-    def run(self) -> tuple[float, ...]:
-        """Seconds of prefill, decode and many rows."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return tuple(json.loads(self._line()))
-
-    def close(self) -> None:
-        self._process.communicate()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        line = self._process.stdout.readline()
-        if not line:
-            last = self._process.stderr.read().strip().splitlines()[-1:] or ["no message"]
-            raise BenchError(f"onnxruntime-genai stopped: {last[0]}")
-        return line
 
 
 def make_files(folder: Path, args: argparse.Namespace) -> tuple[Path, Path]:
@@ -100,21 +69,6 @@ def _set_threads(path: Path, threads: int) -> None:
     path.write_text(json.dumps(config, indent=4), encoding="utf-8")
 
 
-def check_installed(python: str) -> None:
-    """Raises BenchError unless that Python has onnxruntime-genai."""
-    try:
-        done = subprocess.run(
-            [python, "-c", "import onnxruntime_genai"], capture_output=True, check=False
-        )
-    except OSError as exc:
-        raise BenchError(f"--python {python} does not run ({exc.strerror})") from None
-    if done.returncode != 0:
-        raise BenchError(
-            "onnxruntime-genai is not installed; pip install onnxruntime-genai torch transformers "
-            "into an environment, and give its Python as --python"
-        )
-
-
 def main() -> int:
     """Make what is missing, run the rounds, report."""
     args_parser = parser(__doc__, rounds=7, bundle=False)
@@ -126,9 +80,10 @@ def main() -> int:
     tests = Tests.read(args)
     report = Report(f"against onnxruntime-genai, int4 block {BLOCK_SIZE}, {args.threads} threads")
     try:
-        check_installed(args.python)
+        check_installed(args.python, "onnxruntime_genai", REMEDY)
         bundle, genai = make_files(args.folder, args)
-        theirs_side = GenaiProcess(args.python, genai, tests)
+        given = [str(genai)]
+        theirs_side = OtherPython("onnxruntime-genai", args.python, "_genai_child.py", given, tests)
         ours_side = Ours(bundle, args.threads, tests)
         ours, theirs = [], []
         for _ in range(args.rounds):

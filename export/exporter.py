@@ -19,6 +19,7 @@ from ortolan.export.calibration_text import calibration_text, calibration_window
 from ortolan.export.gguf_reader import GgufCheckpoint
 from ortolan.export.hf_reader import HfCheckpoint
 from ortolan.export.hf_texts import hf_texts
+from ortolan.export.kv_scales import kv_scales, write_scales
 from ortolan.export.phases import Phase, plan_phases, write_phases
 from ortolan.export.precision import (
     DEFAULT_QUANTIZATION,
@@ -33,6 +34,7 @@ from ortolan.export.tokenizer import tokenizer_files
 from ortolan.export.weights_file import WeightsFile
 from ortolan.graphs import contract as c
 from ortolan.graphs.build import FLAVORS, build_decoder_graph
+from ortolan.graphs.contract import FloatDtype
 from ortolan.graphs.flavor import Flavor
 from ortolan.graphs.formats import Formats
 from ortolan.graphs.manifest import (
@@ -42,17 +44,20 @@ from ortolan.graphs.manifest import (
     SCHEMA_MINOR,
     TEXT_NAMES,
     WEIGHTS_NAME,
+    Dtypes,
     FileEntry,
     GraphEntry,
     Manifest,
     ModelConfig,
     Source,
     TensorEntry,
+    WeightGroup,
     file_entry,
 )
 from ortolan.graphs.sample import build_sample_graph
 
 AttentionChoice = Literal["gqa", "onnx"]  # the keys of FLAVORS
+KvChoice = Literal["float", "int8"]
 
 # The rotary tables of a longer context would take gigabytes, mostly for a damaged number.
 MOST_POSITIONS = 1 << 20
@@ -76,10 +81,13 @@ class ExportOptions:
     "int4" round it to blocks, quantization says how; "w8a8" rounds activations too.
     prefill_weights, decode_weights: what one phase has instead.
     preset: what the precisions are called together, for the manifest.
-    calibration: a text file to calibrate weights on; None takes the one that is shipped.
+    calibration: a text file to calibrate weights on, and to take an int8 cache's scales from;
+    None takes the one that is shipped.
     max_context: positions that the rotary tables cover; None takes the checkpoint's limit.
     force: replace an existing bundle.
     attention: the flavor of the graphs; "gqa" is the fast one, "onnx" has standard operators only.
+    kv: "float" keeps keys and values in what the graphs compute in, "int8" rounds them.
+    dtype: what the graphs compute in; what is stored in float32 is rounded to it.
     """
 
     weights: WeightsChoice = "source"
@@ -91,6 +99,8 @@ class ExportOptions:
     force: bool = False
     quantization: Quantization = DEFAULT_QUANTIZATION
     attention: AttentionChoice = "gqa"
+    kv: KvChoice = "float"
+    dtype: FloatDtype = "float32"
 
 
 def export_bundle(
@@ -108,6 +118,8 @@ def export_bundle(
     config = _with_context(path.name, checkpoint.config, options.max_context)
     flavor = FLAVORS[options.attention]
     _check_heads(path.name, config, flavor)
+    dtypes = Dtypes(options.dtype, "int8" if options.kv == "int8" else options.dtype)
+    _check_dtypes(path.name, dtypes, flavor, texts)
     phases = plan_phases(
         checkpoint,
         config,
@@ -115,7 +127,14 @@ def export_bundle(
         options.decode_weights or options.weights,
         options.quantization,
     )
-    if options.quantization.calibrate or any(has_w8a8(phase) for phase in phases):
+    activations_rounded = any(has_w8a8(phase) for phase in phases)
+    if activations_rounded and dtypes.activations != "float32":
+        raise UsageError(
+            f"--dtype {dtypes.activations} is not possible with w8a8 weights, whose products are "
+            "made for CPUs; take --weights int4 or int8 with it, or leave --dtype out"
+        )
+    by_inputs = options.quantization.calibrate or activations_rounded
+    if by_inputs or dtypes.kv == "int8":
         windows = calibration_windows(
             calibration_text(options.calibration),
             texts,
@@ -124,16 +143,20 @@ def export_bundle(
             config.vocab_size,
             str(options.calibration or "the shipped text"),
         )
+    if by_inputs:
         beside = phases[0].formats
         phases = [
             _calibrated(phase, config, windows, options, progress, beside) for phase in phases
         ]
+    scales = kv_scales(checkpoint, config, windows) if dtypes.kv == "int8" else {}
 
     with published_folder(target, force=options.force, replaceable=_BUNDLE_NAMES) as folder:
-        with WeightsFile(folder / WEIGHTS_NAME) as file:
+        with WeightsFile(folder / WEIGHTS_NAME, dtypes.activations) as file:
             tensors, groups = write_phases(phases, config, flavor, file, progress)
+            kv_tensors, kv_groups = write_scales(scales, file)
+            tensors = {name: {**own, **kv_tensors} for name, own in tensors.items()}
         files = {WEIGHTS_NAME: file.entry}
-        graphs = _write_graphs(folder, config, phases, flavor, tensors, files)
+        graphs = _write_graphs(folder, config, phases, flavor, dtypes, tensors, files)
         for name, text in texts.items():
             (folder / name).write_bytes(text)
             files[name] = file_entry(folder / name)
@@ -145,11 +168,12 @@ def export_bundle(
             model=config,
             attention=flavor.name,
             graphs=graphs,
-            weights=groups,
+            weights=[_as_stored(group, dtypes) for group in groups] + kv_groups,
             files=files,
             source=Source(source_name(path), checkpoint.format_name, _hash(checkpoint.files)),
             preset=options.preset,
             rounded_from=rounded_from(checkpoint.formats, *(phase.formats for phase in phases)),
+            dtypes=dtypes,
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
@@ -222,11 +246,33 @@ def _check_heads(file: str, config: ModelConfig, flavor: Flavor) -> None:
             )
 
 
+def _as_stored(group: WeightGroup, dtypes: Dtypes) -> WeightGroup:
+    """What is planned in float32 is stored in what the graphs compute in."""
+    if group.precision != "float32":
+        return group
+    return dataclasses.replace(group, precision=dtypes.activations)
+
+
+def _check_dtypes(file: str, dtypes: Dtypes, flavor: Flavor, texts: Mapping[str, bytes]) -> None:
+    if dtypes.kv not in flavor.kv_dtypes:
+        able = [other.name for other in FLAVORS.values() if dtypes.kv in other.kv_dtypes]
+        raise UsageError(
+            f"--kv {dtypes.kv} is not possible with --attention {flavor.name}, whose operators "
+            f"know no such cache; take --attention {able[0]}"
+        )
+    if dtypes.kv == "int8" and "tokenizer.json" not in texts:
+        raise CheckpointError(
+            f"{file}: --kv int8 takes its scales from a text, and the checkpoint has no tokenizer "
+            "to read one with; add its tokenizer.json, or leave --kv int8 out"
+        )
+
+
 def _write_graphs(
     folder: Path,
     config: ModelConfig,
     phases: Sequence[Phase],
     flavor: Flavor,
+    dtypes: Dtypes,
     tensors: Mapping[str, Mapping[str, ir.ExternalTensor]],
     files: dict[str, FileEntry],
 ) -> dict[str, GraphEntry]:
@@ -236,7 +282,8 @@ def _write_graphs(
         if name == c.SAMPLE:
             model = build_sample_graph(config.vocab_size)
         else:
-            model = build_decoder_graph(name, config, formats[name], tensors[name], flavor)
+            own = formats[name], tensors[name]
+            model = build_decoder_graph(name, config, *own, flavor, dtypes)
         path = folder / f"{name}.onnx"
         ir.save(model, path)
         files[path.name] = file_entry(path)

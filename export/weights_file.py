@@ -10,7 +10,10 @@ from types import TracebackType
 import numpy as np
 import onnx_ir as ir
 
+from ortolan.errors import CheckpointError
 from ortolan.export.weights import Array
+from ortolan.graphs.contract import FloatDtype
+from ortolan.graphs.linear import ONNX_DTYPES
 from ortolan.graphs.manifest import FileEntry
 
 # A page, so that a mapped tensor starts on one; small tensors only keep their SIMD alignment.
@@ -32,14 +35,28 @@ def pack_int4(codes: Array) -> Array:
     return packed
 
 
+def _rounded(name: str, slab: Array, dtype: ir.DataType) -> Array:
+    with np.errstate(over="ignore"):
+        rounded: Array = slab.astype(dtype.numpy())
+    if not np.isfinite(rounded).all():
+        largest = float(np.abs(slab).max())
+        raise CheckpointError(
+            f"{name}: {largest:g} is beyond what {dtype.name.lower()} holds; "
+            "export with --dtype bfloat16 or float32"
+        )
+    return rounded
+
+
 class WeightsFile:
     """Writes `path` and hands back references to what it wrote.
 
     Use as a context manager; `entry` holds size and hash after it closes.
+    floats: the dtype in which float32 tensors are stored.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, floats: FloatDtype = "float32") -> None:
         self.path = path
+        self._floats = ONNX_DTYPES[floats]
         self.tensors: dict[str, ir.ExternalTensor] = {}
         self.entry = FileEntry(0, "")
         self._digest = hashlib.sha256()
@@ -58,14 +75,17 @@ class WeightsFile:
         self._file.close()
         self.entry = FileEntry(self._size, self._digest.hexdigest())
 
-    def add(self, name: str, array: Array, dtype: ir.DataType) -> int:
-        """Write a tensor; int4 values come as int8 and are packed. Returns its bytes."""
+    def add(self, name: str, array: Array, dtype: ir.DataType, *, as_it_is: bool = False) -> int:
+        """Write a tensor; int4 values come as int8 and are packed. Returns its bytes.
+
+        as_it_is: float32 stays float32. Raises CheckpointError where `floats` cannot hold a number.
+        """
         data = pack_int4(array) if dtype == ir.DataType.INT4 else array
         # A transposed matrix is laid out a slab at a time: large ones are not held twice.
         lines = np.atleast_1d(data)
         step = max(1, SLAB_BYTES * len(lines) // max(1, data.nbytes))
         slabs = (lines[start : start + step] for start in range(0, len(lines), step))
-        return self.add_slabs(name, array.shape, dtype, data.nbytes, slabs)
+        return self.add_slabs(name, array.shape, dtype, data.nbytes, slabs, as_it_is=as_it_is)
 
     def add_slabs(
         self,
@@ -74,8 +94,13 @@ class WeightsFile:
         dtype: ir.DataType,
         size: int,
         slabs: Iterable[Array],
+        *,
+        as_it_is: bool = False,
     ) -> int:
         """Write a tensor of `size` bytes that is made piece by piece. Returns its bytes."""
+        if dtype == ir.DataType.FLOAT and dtype != self._floats and not as_it_is:
+            slabs = (_rounded(name, slab, self._floats) for slab in slabs)
+            dtype, size = self._floats, size // 2
         alignment = _LARGE_ALIGNMENT if size >= _LARGE else _SMALL_ALIGNMENT
         self._write(bytes(-self._size % alignment))
         offset = self._size

@@ -13,23 +13,51 @@ from ortolan.graphs.embedding import Embedding, TiedHead
 from ortolan.graphs.flavor import CallInputs, Flavor
 from ortolan.graphs.formats import LayerPlan, qk_norm_sizes
 from ortolan.graphs.linear import MICROSOFT, add_linears, apply_linears
-from ortolan.graphs.manifest import ModelConfig
+from ortolan.graphs.manifest import Dtypes, ModelConfig
 
-# GroupQueryAttention's inputs between sin_cache and query_seqlens, all absent here.
-_ABSENT_BEFORE_QUERY_SEQLENS = 7
+# GroupQueryAttention's inputs that are absent here: position_ids and attention_bias between
+# sin_cache and head_sink; q's and k's norms between v_scale and query_seqlens.
+_BEFORE_SINK = 2
+_BEFORE_QUERY_SEQLENS = 2
 
 
 @dataclass(frozen=True)
 class GqaInputs(CallInputs):
-    """`per_row`: the shape [batch, chunk, -1], in which rows enter GroupQueryAttention."""
+    """What all layers share besides.
+
+    per_row: the shape [batch, chunk, -1], in which rows enter GroupQueryAttention. sink: a
+    head_sink, or None.
+    """
 
     per_row: ir.Value
+    sink: ir.Value | None
 
 
 def prepare(op: Any, config: ModelConfig, call: CallInputs) -> GqaInputs:
-    """The call's inputs, and a shape that all layers share."""
+    """The call's inputs, and what all layers share."""
     per_row = op.Concat(op.Shape(call.ids), [-1], axis=0)
-    return GqaInputs(**vars(call), per_row=per_row)
+    assert call.ids.shape is not None
+    sink = None
+    if call.past.dtype == ir.DataType.INT8:
+        sink = _sink_of_nothing(op, call.seqlens_k, config.num_heads)
+        if call.ids.shape[1] != 1:
+            # Made all the same, and dropped with what nobody reads: nodes are numbered, constants
+            # that ONNX Runtime folds are named after nodes, and shared files want equal names.
+            sink = None
+    return GqaInputs(**vars(call), per_row=per_row, sink=sink)
+
+
+def _sink_of_nothing(op: Any, lengths: ir.Value, num_heads: int) -> ir.Value:
+    """A head_sink [num_heads] of -inf, made of any integers [batch]; it adds nothing to a softmax.
+
+    With one, ONNX Runtime's attention does not go over the cache in tiles. Over int8 that makes a
+    step of single tokens up to a quarter faster (docs/performance.md), and prompts slower.
+    It is computed, by operators that need no constant: with an initializer that prefill has not,
+    the packed files of the two could not be shared.
+    """
+    zero = op.ReduceMin(op.Sub(lengths, lengths))  # [1]
+    nothing = op.Log(op.Cast(zero, to=ir.DataType.FLOAT))
+    return op.Concat(*[nothing] * num_heads, axis=0)
 
 
 class Norm(nn.Module):
@@ -75,15 +103,24 @@ class HeadNorm(nn.Module):
         return op.Reshape(normed, [0, 0, self.width])
 
 
+def _without_absent_end(inputs: list[ir.Value | None]) -> list[ir.Value | None]:
+    """The inputs up to the last one that there is."""
+    while inputs and inputs[-1] is None:
+        inputs = inputs[:-1]
+    return inputs
+
+
 class GqaAttention(nn.Module):
     """x [batch, chunk, hidden] and the past -> output of the same shape, and the present.
 
     A model with offsets has x [batch * chunk, hidden] instead.
 
-    past and present [batch, kv_heads, capacity, head_dim] are meant to be one buffer.
+    past and present [batch, kv_heads, capacity, head_dim] are meant to be one buffer. Where they
+    are int8, keys and values are rounded before they are attended to, those of the chunk too, so
+    that no cut of a prompt shows.
     """
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan, layer: int) -> None:
+    def __init__(self, config: ModelConfig, plan: LayerPlan, layer: int, dtypes: Dtypes) -> None:
         super().__init__()
         self.config = config
         self.layer = layer
@@ -97,6 +134,10 @@ class GqaAttention(nn.Module):
             self.q_norm = HeadNorm(q_size, q_width, config.rms_norm_eps)
             self.k_norm = HeadNorm(k_size, kv_width, config.rms_norm_eps)
         self.out = add_linears(self, (plan.attention_out,), rows=self.rows)
+        self.kv_codes = dtypes.kv == "int8"
+        if self.kv_codes:
+            shape = [config.num_kv_heads, 1, config.head_dim]
+            self.k_scale, self.v_scale = Parameter(shape), Parameter(shape)
 
     def forward(
         self, op: Any, x: ir.Value, inputs: GqaInputs, past: tuple[ir.Value, ir.Value]
@@ -108,25 +149,37 @@ class GqaAttention(nn.Module):
             projected = self._normed(op, projected)
         # Packed q, k and v enter as the query, with no key and value.
         qkv = projected + [None] * (3 - len(projected))
-        ragged = []
-        if inputs.query_seqlens is not None:
-            ragged = [*[None] * _ABSENT_BEFORE_QUERY_SEQLENS, inputs.query_seqlens]
         turns = self.config.layer_turns(self.layer)
         tables = inputs.ropes[self.config.layer_rope(self.layer)] if turns else (None, None)
-        attributes: dict[str, float | int] = {"do_rotary": int(turns)}
+        attributes: dict[str, float | int | str] = {"do_rotary": int(turns)}
         if window := self.config.layer_window(self.layer):
             attributes["local_window_size"] = window
         if self.config.attention_scale is not None:
             attributes["scale"] = self.config.attention_scale
         if self.config.attention_softcap:
             attributes["softcap"] = self.config.attention_softcap
+        scales: tuple[ir.Value | None, ir.Value | None] = (None, None)
+        if self.kv_codes:
+            scales = self.k_scale, self.v_scale
+            attributes |= {
+                "k_quant_type": "PER_CHANNEL",
+                "v_quant_type": "PER_CHANNEL",
+                "kv_cache_bit_width": 8,
+            }
+        optional = [
+            *[None] * _BEFORE_SINK,
+            inputs.sink,
+            *scales,
+            *[None] * _BEFORE_QUERY_SEQLENS,
+            inputs.query_seqlens,
+        ]
         attended, present_key, present_value = op.GroupQueryAttention(
             *qkv,
             *past,
             inputs.seqlens_k,
             inputs.total_sequence_length,
             *tables,
-            *ragged,
+            *_without_absent_end(optional),
             num_heads=self.config.num_heads,
             kv_num_heads=self.config.num_kv_heads,
             **attributes,
@@ -155,6 +208,7 @@ GQA = Flavor(
     # What GroupQueryAttention asks when it rotates; found when a graph runs, not at load.
     head_dim_multiple=16,
     signed_table=False,
+    kv_dtypes=frozenset({"float32", "float16", "bfloat16", "int8"}),
     rows=True,
     norm=Norm,
     prepare=prepare,

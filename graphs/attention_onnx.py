@@ -19,7 +19,7 @@ from ortolan.graphs.embedding_onnx import OnnxEmbedding, OnnxTiedHead
 from ortolan.graphs.flavor import CallInputs, Flavor
 from ortolan.graphs.formats import LayerPlan, qk_norm_sizes
 from ortolan.graphs.linear import add_linears, apply_linears
-from ortolan.graphs.manifest import ModelConfig, RopeName
+from ortolan.graphs.manifest import Dtypes, ModelConfig, RopeName
 
 # Attention reads this many positions at a time, up to the capacity. A multiple of a vector
 # register's width many times over: a sum over more positions, all masked, has the same bits then,
@@ -134,7 +134,7 @@ class OnnxAttention(nn.Module):
     TensorScatter then writes in place.
     """
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan, layer: int) -> None:
+    def __init__(self, config: ModelConfig, plan: LayerPlan, layer: int, dtypes: Dtypes) -> None:
         super().__init__()
         self.config = config
         self.layer = layer
@@ -216,6 +216,7 @@ ONNX = Flavor(
     opsets={"": 24},
     head_dim_multiple=2,
     signed_table=True,
+    kv_dtypes=frozenset({"float32", "float16", "bfloat16"}),
     rows=False,
     norm=OnnxNorm,
     prepare=prepare,

@@ -11,9 +11,10 @@ from ortolan.graphs import contract as c
 from ortolan.graphs.attention_gqa import GQA
 from ortolan.graphs.attention_onnx import ONNX
 from ortolan.graphs.decoder import Decoder
+from ortolan.graphs.dtype import compute_in
 from ortolan.graphs.flavor import Flavor
 from ortolan.graphs.formats import Formats
-from ortolan.graphs.manifest import ModelConfig
+from ortolan.graphs.manifest import DEFAULT_DTYPES, Dtypes, ModelConfig
 
 IR_VERSION = 10  # the newest that onnxruntime 1.24, the oldest provider wheel in use, loads
 
@@ -23,10 +24,15 @@ _DTYPES = {
     "int32": ir.DataType.INT32,
     "int64": ir.DataType.INT64,
     "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+    "int8": ir.DataType.INT8,
 }
 
 
-def decoder_contract(name: str, config: ModelConfig) -> c.GraphContract:
+def decoder_contract(
+    name: str, config: ModelConfig, dtypes: Dtypes = DEFAULT_DTYPES
+) -> c.GraphContract:
     """The contract of one decoder graph for this model."""
     return c.decoder_contract(
         name,
@@ -34,6 +40,7 @@ def decoder_contract(name: str, config: ModelConfig) -> c.GraphContract:
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        kv_dtype=dtypes.kv,
     )
 
 
@@ -43,6 +50,7 @@ def build_decoder_graph(
     formats: Formats,
     tensors: Mapping[str, ir.TensorProtocol],
     flavor: Flavor = GQA,
+    dtypes: Dtypes = DEFAULT_DTYPES,
 ) -> ir.Model:
     """The `decode`, `prefill` or `prefill_ragged` graph.
 
@@ -51,7 +59,7 @@ def build_decoder_graph(
     graphs are then equal, and one serves both.
     Raises KeyError for a missing tensor and ValueError for one of another shape or dtype.
     """
-    contract = decoder_contract(name, config)
+    contract = decoder_contract(name, config, dtypes)
     graph = ir.Graph([], [], nodes=[], name=name, opset_imports=dict(flavor.opsets))
     builder = GraphBuilder(graph)
     values = {
@@ -62,7 +70,7 @@ def build_decoder_graph(
         (values[c.past_name(i, "key")], values[c.past_name(i, "value")])
         for i in range(config.num_layers)
     ]
-    decoder = Decoder(config, formats, flavor)
+    decoder = Decoder(config, formats, flavor, dtypes)
     logits, present = decoder(
         builder.op,
         values[c.INPUT_IDS],
@@ -78,8 +86,17 @@ def build_decoder_graph(
         value.type = ir.TensorType(_DTYPES[spec.dtype])
         value.shape = ir.Shape(spec.shape)
         graph.outputs.append(value)
+    _drop_unread(graph)
+    compute_in(graph, dtypes.activations)
     _attach(graph, tensors)
     return ir.Model(graph, ir_version=IR_VERSION, producer_name="ortolan")
+
+
+def _drop_unread(graph: ir.Graph) -> None:
+    """Remove nodes whose outputs nothing reads."""
+    for node in reversed(graph):
+        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
+            graph.remove(node, safe=True)
 
 
 def _attach(graph: ir.Graph, tensors: Mapping[str, ir.TensorProtocol]) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Dtype = Literal["int32", "int64", "float32"]
+FloatDtype = Literal["float32", "float16", "bfloat16"]
+KvDtype = Literal["float32", "float16", "bfloat16", "int8"]
+Dtype = Literal["int32", "int64", "float32", "float16", "bfloat16", "int8"]
 Dim = int | str
 
 DECODE = "decode"
@@ -62,13 +64,20 @@ class GraphContract:
 
 
 def decoder_contract(
-    name: str, *, vocab_size: int, num_layers: int, num_kv_heads: int, head_dim: int
+    name: str,
+    *,
+    vocab_size: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_dtype: KvDtype = "float32",
 ) -> GraphContract:
     """The contract of `decode` and `decode_many`, `prefill` or `prefill_ragged`.
 
     seqlens_k: total length - 1 of each row after this call; total_sequence_length: the largest
     total length, a scalar in host memory; query_seqlens: valid tokens of each right-padded row;
-    logits_index: positions within the chunk whose logits are wanted.
+    logits_index: positions within the chunk whose logits are wanted. Logits are float32 whatever
+    the graph computes in: samplers, and comparisons of bundles, have one form of them.
     """
     if name not in (*DECODES, PREFILL, PREFILL_RAGGED):
         raise ValueError(f"{name!r} is not a decoder graph")
@@ -86,8 +95,8 @@ def decoder_contract(
         inputs.append(TensorSpec(LOGITS_INDEX, "int32", (batch, "n")))
     outputs = [TensorSpec(LOGITS, "float32", (batch, 1 if name in DECODES else "n", vocab_size))]
     for layer in range(num_layers):
-        inputs.append(TensorSpec(past_name(layer, "key"), "float32", kv_shape))
-        inputs.append(TensorSpec(past_name(layer, "value"), "float32", kv_shape))
-        outputs.append(TensorSpec(present_name(layer, "key"), "float32", kv_shape))
-        outputs.append(TensorSpec(present_name(layer, "value"), "float32", kv_shape))
+        inputs.append(TensorSpec(past_name(layer, "key"), kv_dtype, kv_shape))
+        inputs.append(TensorSpec(past_name(layer, "value"), kv_dtype, kv_shape))
+        outputs.append(TensorSpec(present_name(layer, "key"), kv_dtype, kv_shape))
+        outputs.append(TensorSpec(present_name(layer, "value"), kv_dtype, kv_shape))
     return GraphContract(name, tuple(inputs), tuple(outputs))

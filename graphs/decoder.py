@@ -20,7 +20,7 @@ from ortolan.graphs.formats import (
     plan_layer,
 )
 from ortolan.graphs.linear import add_linears, apply_linears
-from ortolan.graphs.manifest import ModelConfig, RopeName
+from ortolan.graphs.manifest import DEFAULT_DTYPES, Dtypes, ModelConfig, RopeName
 from ortolan.graphs.rotary import rope_tables
 
 Past = list[tuple[ir.Value, ir.Value]]
@@ -79,13 +79,20 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """One decoder layer; `delta` is what the layer before still has to add to the residual."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan, layer: int, flavor: Flavor) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: LayerPlan,
+        layer: int,
+        flavor: Flavor,
+        dtypes: Dtypes = DEFAULT_DTYPES,
+    ) -> None:
         super().__init__()
         self.config = config
         self.norms = layer_norms(config)
         for name in self.norms.names:
             setattr(self, name, flavor.norm(config.hidden_size, config.rms_norm_eps, None))
-        self.self_attn = flavor.attention(config, plan, layer)
+        self.self_attn = flavor.attention(config, plan, layer, dtypes)
         self.mlp = Mlp(config, plan, flavor.rows and plan.affine)
 
     def forward(
@@ -123,7 +130,9 @@ class Layer(nn.Module):
 class Backbone(nn.Module):
     """ids [batch, chunk] -> hidden states [batch, chunk, hidden] before the final norm."""
 
-    def __init__(self, config: ModelConfig, formats: Formats, flavor: Flavor) -> None:
+    def __init__(
+        self, config: ModelConfig, formats: Formats, flavor: Flavor, dtypes: Dtypes
+    ) -> None:
         super().__init__("model")
         self.config = config
         self.flavor = flavor
@@ -136,7 +145,7 @@ class Backbone(nn.Module):
         plans = [plan_layer(config, formats, i) for i in range(config.num_layers)]
         self.rows = flavor.rows and plans[0].affine
         self.layers = nn.ModuleList(
-            [Layer(config, plan, i, flavor) for i, plan in enumerate(plans)]
+            [Layer(config, plan, i, flavor, dtypes) for i, plan in enumerate(plans)]
         )
 
     def forward(
@@ -180,10 +189,12 @@ class Backbone(nn.Module):
 class Decoder(nn.Module):
     """The whole model: ids and past -> logits at the wanted positions, and present."""
 
-    def __init__(self, config: ModelConfig, formats: Formats, flavor: Flavor) -> None:
+    def __init__(
+        self, config: ModelConfig, formats: Formats, flavor: Flavor, dtypes: Dtypes
+    ) -> None:
         super().__init__()
         self.config = config
-        self.model = Backbone(config, formats, flavor)
+        self.model = Backbone(config, formats, flavor, dtypes)
         self.norm = flavor.norm(config.hidden_size, config.rms_norm_eps, FINAL_NORM)
         if config.tie_embeddings:
             self.lm_head = flavor.tied_head(self.model.embed_tokens)

@@ -13,8 +13,9 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import nn
 
+from ortolan.graphs.contract import KvDtype
 from ortolan.graphs.formats import LayerPlan, WeightFormat
-from ortolan.graphs.manifest import ModelConfig, RopeName
+from ortolan.graphs.manifest import Dtypes, ModelConfig, RopeName
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,12 @@ class Flavor:
     opsets: domain -> version. head_dim_multiple: what head_dim and its rotated part must divide by.
     signed_table: a blocked embedding is stored as signed codes, those of 4 bits packed in bytes,
     and a tied head has views of it by blocks; otherwise it is as GatherBlockQuantized reads it.
+    kv_dtypes: what the KV cache may hold.
     rows: the layers of a model with offsets work on [batch * chunk, hidden], which makes these
     cheaper (see Linear); otherwise on [batch, chunk, hidden].
     norm: (size, epsilon, module name) -> module (x, delta or None) -> (normed sum, sum).
     prepare: what all layers share, computed once per call; each attention gets it as `inputs`.
-    attention: (config, plan, layer) -> module (x, inputs, past) -> (output, key, value).
+    attention: (config, plan, layer, dtypes) -> module (x, inputs, past) -> (output, key, value).
     embedding: (vocab, hidden, format) -> module ids -> rows; tied_head: over that module.
     """
 
@@ -51,9 +53,10 @@ class Flavor:
     opsets: Mapping[str, int]
     head_dim_multiple: int
     signed_table: bool
+    kv_dtypes: frozenset[KvDtype]
     rows: bool
     norm: Callable[[int, float, str | None], nn.Module]
     prepare: Callable[[Any, ModelConfig, CallInputs], Any]
-    attention: Callable[[ModelConfig, LayerPlan, int], nn.Module]
+    attention: Callable[[ModelConfig, LayerPlan, int, Dtypes], nn.Module]
     embedding: Callable[[int, int, WeightFormat], nn.Module]
     tied_head: Callable[[Any], nn.Module]

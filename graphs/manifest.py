@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ortolan.errors import BundleError
-from ortolan.graphs.contract import DECODE_MANY
+from ortolan.graphs.contract import DECODE_MANY, FloatDtype, KvDtype
 
 SCHEMA_MAJOR = 1
-SCHEMA_MINOR = 2  # 1: what weights were rounded from, typed accuracy reports; 2: Gemma, OLMo2
+# 1: what weights were rounded from, typed accuracy reports; 2: Gemma, OLMo2; 3: dtypes.
+SCHEMA_MINOR = 3
 MANIFEST_NAME = "manifest.json"
 WEIGHTS_NAME = "weights.bin"
 PACKED_NAME = ".packed"  # the runtime's cache of packed weights
@@ -195,6 +196,22 @@ class AccuracyReport:
 
 
 @dataclass(frozen=True)
+class Dtypes:
+    """What a bundle's decoder graphs compute in, and what they keep of each token.
+
+    activations: everything between the embedding's rows and the logits, which are float32.
+    kv: the activations' own dtype or, with "int8", codes with a scale for each layer, KV head and
+    dimension, which are constants of the graphs.
+    """
+
+    activations: FloatDtype = "float32"
+    kv: KvDtype = "float32"
+
+
+DEFAULT_DTYPES = Dtypes()
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything that a runtime or a reader needs to know before it opens a graph.
 
@@ -214,6 +231,7 @@ class Manifest:
     rounded_from: list[str] = field(default_factory=list)
     accuracy_reports: list[AccuracyReport] = field(default_factory=list)
     no_report: str | None = None
+    dtypes: Dtypes = field(default_factory=Dtypes)
     preset: str = ""
 
     @property
@@ -310,6 +328,10 @@ def _parse(kind: Any, value: Any, where: str) -> Any:
                 raise TypeError(f"{inner} is missing")
         return typing.cast(Callable[..., Any], kind)(**found)
     origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        if value not in args:
+            raise ValueError(f"{where} is {value!r}, this version knows {', '.join(args)}")
+        return value
     if origin is list and isinstance(value, list):
         return [_parse(args[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: the container's limits, not the host's."""
+"""What this process may use of the machine's processors: the container's share, not the host's."""
 
 from __future__ import annotations
 
@@ -78,44 +78,3 @@ def cpu_fingerprint() -> str:
     wanted = ("vendor_id", "cpu family", "model\t", "flags", "Features", "CPU part")
     parts += sorted({line for line in lines if line.startswith(wanted)})
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def free_memory_bytes() -> int:
-    """Memory that this process may still take: of the system, at most the cgroup's limit."""
-    free = [size for size in (_system_free(), _cgroup_free()) if size is not None]
-    return min(free, default=2**30)  # a system that says nothing has at least that
-
-
-def _system_free() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-        return int(kilobytes) * 1024
-    except (OSError, ValueError, StopIteration):
-        pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-def _cgroup_free() -> int | None:
-    """The cgroup's limit (version 2, then 1) minus what cannot be given back; None without one."""
-    for limit, used, stat, cached in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):
-        try:
-            most = int((_CGROUP / limit).read_text())  # "max" is no number
-            taken = int((_CGROUP / used).read_text())
-            lines = (_CGROUP / stat).read_text().splitlines()
-            reclaimable = sum(int(line.split()[1]) for line in lines if line.split()[0] == cached)
-            return max(most - taken + reclaimable, 0)
-        except (OSError, ValueError, IndexError):
-            continue
-    return None

@@ -357,9 +357,11 @@ class EngineConfig:
     prefill_chunk: most prompt tokens that one prefill call reads (at least 2).
     gap_steps: while a prompt is read, the gap between two tokens of a running request may grow
     to this many plain steps (at least 1.5); gap_ms: the same bound in milliseconds, if given.
-    kv_tokens: most tokens whose KV running requests may hold; None: what half of the memory
-    that is free holds.
-    prefix_cache_mb: MiB for KV of earlier prompts; None: a tenth of free memory; 0: off.
+    whole_prompt: prompts of at most so many tokens, and of a chunk, are read in one piece whatever
+    gap that makes, unless gap_ms is given: short ones do not wait, and cost less in one piece.
+    kv_tokens: most tokens whose KV running requests may hold; None: what memory has room for
+    (see runtime/plan.py).
+    prefix_cache_mb: MiB for KV of earlier prompts; None: a sixth of that room; 0: off.
     max_waiting, max_waiting_tokens: answers (n of a request count n), and tokens of their prompts,
     that may wait.
     priority_patience: how many requests of a better priority may overtake one that waits.
@@ -382,6 +384,7 @@ class EngineConfig:
     prefill_chunk: int = 256
     gap_steps: float = 4.0
     gap_ms: float | None = None
+    whole_prompt: int = 256
     kv_tokens: int | None = None
     prefix_cache_mb: int | None = None
     max_waiting: int = 1024
@@ -402,6 +405,7 @@ class EngineConfig:
             _number("gap_steps", self.gap_steps, 1.5)
             if self.gap_ms is not None:
                 _number("gap_ms", self.gap_ms, 0.0, above=True)
+            _whole("whole_prompt", self.whole_prompt, 0)
             _optional_whole("kv_tokens", self.kv_tokens, 2)
             _optional_whole("prefix_cache_mb", self.prefix_cache_mb, 0)
             _whole("max_waiting", self.max_waiting, 1)

@@ -15,19 +15,18 @@ from typing import Literal
 from ortolan.bench.graph import ATTENTION_OPS, FLOAT32, Node
 from ortolan.graphs.manifest import ModelConfig
 
-_KV_BYTES = 4
-
 
 @dataclass(frozen=True)
 class Call:
     """One call of a decoder graph: `chunk` new tokens in each of `batch` rows that hold `past`.
 
-    Logits are wanted of one position per row.
+    Logits are wanted of one position per row. kv_bytes: of one number in the KV cache.
     """
 
     batch: int
     chunk: int
     past: int
+    kv_bytes: int = 4
 
 
 @dataclass(frozen=True)
@@ -100,28 +99,35 @@ def call_cost(nodes: Iterable[Node], config: ModelConfig, call: Call) -> Cost:
     return total
 
 
-def prefill_cost(nodes: Sequence[Node], config: ModelConfig, chunks: Sequence[int]) -> Cost:
+def prefill_cost(
+    nodes: Sequence[Node], config: ModelConfig, chunks: Sequence[int], kv_bytes: int = 4
+) -> Cost:
     """What reading a prompt costs in calls of these sizes: each reads all weights again."""
     total, past = NOTHING, 0
     for chunk in chunks:
-        total += call_cost(nodes, config, Call(1, chunk, past))
+        total += call_cost(nodes, config, Call(1, chunk, past, kv_bytes))
         past += chunk
     return total
 
 
 def decode_cost(
-    nodes: Sequence[Node], config: ModelConfig, batch: int, past: int, steps: int
+    nodes: Sequence[Node],
+    config: ModelConfig,
+    batch: int,
+    past: int,
+    steps: int,
+    kv_bytes: int = 4,
 ) -> Cost:
     """What an average one of `steps` decode steps costs, the first at `past` tokens."""
     # Cost is linear in the length, so the middle stands for the mean.
-    return call_cost(nodes, config, Call(batch, 1, past + (steps - 1) // 2))
+    return call_cost(nodes, config, Call(batch, 1, past + (steps - 1) // 2, kv_bytes))
 
 
 def _attention_cost(config: ModelConfig, layer: int, call: Call) -> Cost:
     window = config.layer_window(layer) or call.past + call.chunk
     pairs = sum(min(call.past + i + 1, window) for i in range(call.chunk))
     seen = min(call.past + call.chunk, window + call.chunk - 1)
-    row_bytes = 2 * config.num_kv_heads * config.head_dim * _KV_BYTES
+    row_bytes = 2 * config.num_kv_heads * config.head_dim * call.kv_bytes
     # Scores and the weighted sum: a multiply-add each per head, dimension and pair.
     flops = 4.0 * config.num_heads * config.head_dim * pairs
     return Cost(call.batch * row_bytes * (seen + call.chunk), {FLOAT32: float(call.batch * flops)})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,17 @@ from ortolan.graphs.contract import DECODE
 from ortolan.graphs.manifest import ModelConfig
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.chunks import chunk_sizes
-from ortolan.runtime.engine.kv_cache import KvCache
+from ortolan.runtime.engine.device import Device
+from ortolan.runtime.engine.device_model import DeviceModel
+from ortolan.runtime.engine.device_opening import check_fit, open_device_model
+from ortolan.runtime.engine.kv_cache import KvCache, element_bytes
 from ortolan.runtime.engine.model import Model
+from ortolan.runtime.engine.opening import open_host_model
 from ortolan.runtime.engine.packed import packed_graphs
 from ortolan.runtime.engine.sessions import open_sessions, prefill_graph
 from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.params import EngineConfig, SamplingParams
-from ortolan.runtime.providers import configured_provider
+from ortolan.runtime.providers import Provider, configured_provider
 
 # Filters and penalties that people combine; every one of them costs something per token.
 FULL_SAMPLING: dict[str, Any] = {
@@ -42,12 +47,13 @@ FULL_SAMPLING: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A Model on its own KV slots, and the graphs that its sessions run."""
+    """A model on its own KV slots, and the graphs that its sessions run."""
 
-    model: Model
+    model: Model | DeviceModel[Any]
     bundle: Bundle
     config: EngineConfig
     paths: dict[str, Path]  # graph name -> file: packed where there is a packed form
+    provider: Provider
 
     @property
     def prefill_name(self) -> str:
@@ -55,32 +61,41 @@ class OpenModel:
 
 
 def open_model(path: Path, config: EngineConfig, rows: int, capacity: int) -> OpenModel:
-    """The bundle's decoder with `rows` slots of `capacity` positions, filled with random KV.
+    """The bundle's decoder as the engine opens it, with `rows` slots of `capacity` positions.
 
     Sets the process's thread pool. Kernels take the same time over any finite keys and values, so
-    random ones stand for a context that nobody has to read first.
+    no context has to be read first: host memory is filled with random ones, a device's stays as
+    its self-test leaves it.
     """
     bundle = Bundle.open(path)
     use_threads(config.threads)
     provider = configured_provider(config, ort)
+    check_fit(provider, bundle.manifest, config)
     packed = packed_graphs(bundle, provider, config.accuracy, config.cache_dir)
     sessions = open_sessions(bundle, provider, config.accuracy, packed)
     names = (DECODE, prefill_graph(provider))
     paths = packed or {name: bundle.graph_path(name) for name in names}
-    min_rows = 2 if config.accuracy == "exact" else 1
-    cache = KvCache(bundle.manifest.model, max(rows, min_rows), capacity + capacity % 2)
-    fill_with_noise(cache, bundle.manifest.model)
-    model = Model(bundle.manifest.model, sessions, cache, min_rows)
-    return OpenModel(model, bundle, config, paths)
+    settings, manifest = replace(config, max_slots=rows), bundle.manifest
+    model: Model | DeviceModel[Any]
+    if provider.on_host and provider.capabilities.in_place_kv:
+        model = open_host_model(manifest, sessions, settings, capacity)
+        fill_with_noise(model.cache, manifest.model)
+    else:
+        model = open_device_model(manifest, sessions, settings, capacity, Device(provider))
+    return OpenModel(model, bundle, config, paths, provider)
 
 
 def fill_with_noise(cache: KvCache, config: ModelConfig) -> None:
     """Random keys and values of ordinary size in every position of every slot."""
     noise = np.random.default_rng(0).standard_normal(config.head_dim * 256, dtype=np.float32)
+    if cache.dtype == "int8":
+        noise *= 40  # a third of the largest code
+    if cache.dtype == "bfloat16":  # the upper half of a float32
+        noise = (noise.view(np.uint32) >> 16).astype(np.float32)
     for layer in range(config.num_layers):
         for part in (0, 1):
             rows = cache.rows(layer, part, 0, cache.slots)
-            np.copyto(rows.reshape(-1), np.resize(noise, rows.size))
+            np.copyto(rows.reshape(-1), np.resize(noise, rows.size), casting="unsafe")
 
 
 class Bench:
@@ -90,18 +105,24 @@ class Bench:
         rows = max((case.batch for case in cases), default=1)
         capacity = max(max((case.needed_context for case in cases), default=2), 2)
         self.opened = open_model(path, config, rows, capacity)
-        self.nodes: dict[str, list[Node]] = {
-            name: read_graph(file) for name, file in self.opened.paths.items()
-        }
         self._random = np.random.default_rng(1)
         self._llm: Any = None
         if any(case.phase == "generate" for case in cases):
             settings = {**vars(config), "max_slots": 2, "max_context": capacity}
             self._llm = ortolan.load(path, **settings)
 
+    @cached_property
+    def nodes(self) -> dict[str, list[Node]]:
+        """Of the graphs, to count their work. Needs the onnx package, which runs do not."""
+        return {name: read_graph(file) for name, file in self.opened.paths.items()}
+
     @property
     def _model_config(self) -> ModelConfig:
         return self.opened.model.config
+
+    @property
+    def _kv_bytes(self) -> int:
+        return element_bytes(self.opened.bundle.manifest.dtypes.kv)
 
     def run(self, case: Case) -> Sample:
         """One sample of the case."""
@@ -114,9 +135,10 @@ class Bench:
         if case.phase == "prefill":
             chunks = chunk_sizes(case.tokens, self.opened.config.prefill_chunk)
             nodes = self.nodes[self.opened.prefill_name]
-            return prefill_cost(nodes, self._model_config, chunks)
+            return prefill_cost(nodes, self._model_config, chunks, self._kv_bytes)
         nodes = self.nodes[DECODE]
-        return decode_cost(nodes, self._model_config, case.batch, case.context, case.tokens)
+        sizes = case.batch, case.context, case.tokens
+        return decode_cost(nodes, self._model_config, *sizes, self._kv_bytes)
 
     def _prefill(self, case: Case) -> Sample:
         ids = self._ids(case.tokens)

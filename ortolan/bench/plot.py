@@ -54,13 +54,17 @@ def draw(found: Mapping[str, Any], path: Path) -> list[Path]:
         f"{found['bundle']['name']} on {machine['cpu']}, {machine['cores']} cores, "
         f"onnxruntime {found['versions'].get('onnxruntime', '')}, {found['date'][:10]}"
     )
-    written = targets(path)
-    for target in written:
+    return save(figure, targets(path))
+
+
+def save(figure: Any, files: list[Path]) -> list[Path]:
+    """Write a figure of matplotlib's to each of the files. Raises BenchError where it cannot."""
+    for target in files:
         try:
             figure.savefig(target, dpi=120)
         except OSError as error:
             raise BenchError(f"{target}: cannot be written ({error.strerror})") from error
-    return written
+    return files
 
 
 def _scaling(axes: Any, rows: Sequence[Row], along: str, other: str, label: str) -> None:

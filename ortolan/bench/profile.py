@@ -26,7 +26,6 @@ from ortolan.runtime.engine.sampler import Sampler
 from ortolan.runtime.engine.sampler_row import SamplerRow
 from ortolan.runtime.engine.sessions import session_options
 from ortolan.runtime.params import SamplingParams
-from ortolan.runtime.providers import configured_provider
 
 _SUFFIX = "_kernel_time"
 _UNITS, _WARM_UP = 12, 2
@@ -194,19 +193,17 @@ def _calls(case: Case, prefill_chunk: int) -> list[Call]:
 
 def _profiled(opened: OpenModel, name: str, prefix: Path) -> tuple[OpenModel, Callable[[], str]]:
     """The same model with one session that writes a profile, and what ends it."""
-    provider = configured_provider(opened.config, ort)
-    path = opened.paths[name]
-    if path == opened.bundle.graph_path(name):
+    model, path = opened.model, opened.paths[name]
+    if not isinstance(model, Model) or path == opened.bundle.graph_path(name):
         raise BenchError(
-            "--profile needs the packed form of the graphs, which could not be written; "
-            "give --cache-dir"
+            "--profile needs the packed form of the graphs, which only the CPU has, and which may "
+            "not be writable where it is kept; give --cache-dir"
         )
-    options = session_options(provider.session_config)
+    options = session_options(opened.provider.session_config)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_profiling = True
     options.profile_file_prefix = str(prefix)
-    session = provider.open_session(ort, str(path), options)
-    model = opened.model
+    session = opened.provider.open_session(ort, str(path), options)
     change = {"decode": session} if name == DECODE else {"prefill": session}
     sessions = replace(model.sessions, **change)
     profiled = Model(model.config, sessions, model.cache, model.min_rows)

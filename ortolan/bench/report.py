@@ -16,6 +16,7 @@ from ortolan.bench.cost import bound_of
 from ortolan.bench.machine import describe_machine, describe_versions, load_average
 from ortolan.bench.run import OURS, Results
 from ortolan.bench.stats import Spread, percentile, ratio_of_rounds
+from ortolan.graphs.manifest import Manifest
 
 if TYPE_CHECKING:
     from ortolan.bench.profile import Line, Profile
@@ -50,15 +51,7 @@ def document(results: Results, bundle_name: str, when: str) -> Document:
             "busy_elsewhere_cores": results.busy_elsewhere,
         },
         "versions": describe_versions(),
-        "bundle": {
-            "name": bundle_name,
-            "source": manifest.source.name,
-            "weights_sha256": manifest.files["weights.bin"].sha256,
-            "architecture": manifest.model.architecture,
-            "attention": manifest.attention,
-            "max_context": manifest.model.max_context,
-            "precision": _precision(results),
-        },
+        "bundle": describe_bundle(manifest, bundle_name),
         "settings": {
             "repeat": plan.repeat,
             "steps": plan.steps,
@@ -86,13 +79,21 @@ def document(results: Results, bundle_name: str, when: str) -> Document:
     }
 
 
-def _precision(results: Results) -> dict[str, int]:
-    """Bytes of weights by role and precision."""
-    sizes: dict[str, int] = {}
-    for group in results.manifest.weights:
-        name = f"{group.role}: {group.precision}"
-        sizes[name] = sizes.get(name, 0) + group.bytes
-    return sizes
+def describe_bundle(manifest: Manifest, name: str) -> Document:
+    """What was measured; `precision` is bytes of weights by role and format."""
+    precision: dict[str, int] = {}
+    for group in manifest.weights:
+        kind = f"{group.role}: {group.precision}"
+        precision[kind] = precision.get(kind, 0) + group.bytes
+    return {
+        "name": name,
+        "source": manifest.source.name,
+        "weights_sha256": manifest.files["weights.bin"].sha256,
+        "architecture": manifest.model.architecture,
+        "attention": manifest.attention,
+        "max_context": manifest.model.max_context,
+        "precision": precision,
+    }
 
 
 def _row(results: Results, system: str, case: Case, samples: Sequence[Sample]) -> Document:
@@ -100,9 +101,7 @@ def _row(results: Results, system: str, case: Case, samples: Sequence[Sample]) -
     time_s = Spread.of(totals)
     # generate's first token is not among its steps.
     steps = case.tokens - 1 if case.phase == "generate" else case.tokens
-    step_s = [step for sample in samples for step in sample.steps_s] or [
-        total / steps for total in totals
-    ]
+    step_s = step_times(samples, steps)
     first = [sample.ttft_s for sample in samples if sample.ttft_s is not None]
     outside = [
         1 - sample.session_s / sample.total_s
@@ -112,7 +111,7 @@ def _row(results: Results, system: str, case: Case, samples: Sequence[Sample]) -
     ratio = None
     if system != OURS:
         ours = [sample.total_s for sample in results.samples[OURS][case]]
-        ratio = _spread(ratio_of_rounds(ours, totals), 1.0)
+        ratio = spread_of(ratio_of_rounds(ours, totals), 1.0)
     per_token = case.phase != "prefill"
     unit_s = percentile(step_s, 50) if per_token else time_s.median
     return {
@@ -124,20 +123,28 @@ def _row(results: Results, system: str, case: Case, samples: Sequence[Sample]) -
         "context": case.context,
         "tokens": case.tokens,
         "tokens_per_s": case.batch * steps / time_s.median,
-        "time_ms": {**_spread(time_s, 1e3), "samples": [total * 1e3 for total in totals]},
-        "token_ms": _percentiles(step_s) if per_token else None,
-        "ttft_ms": _spread(Spread.of(first), 1e3) if first else None,
+        "time_ms": {**spread_of(time_s, 1e3), "samples": [total * 1e3 for total in totals]},
+        "token_ms": percentiles_ms(step_s) if per_token else None,
+        "ttft_ms": spread_of(Spread.of(first), 1e3) if first else None,
         "outside_session": Spread.of(outside).median if outside else None,
         "bound": _bound(results, case, unit_s) if system == OURS else None,
         "ratio": ratio,
     }
 
 
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
+def step_times(samples: Sequence[Sample], steps: int) -> list[float]:
+    """Seconds of all steps of all samples; of samples without, the mean of their `steps`."""
+    found = [step for sample in samples for step in sample.steps_s]
+    return found or [sample.total_s / steps for sample in samples]
+
+
+def percentiles_ms(values: Sequence[float]) -> dict[str, float]:
+    """Of seconds."""
     return {f"p{percent}": percentile(values, percent) * 1e3 for percent in (50, 90, 99)}
 
 
-def _spread(spread: Spread, factor: float) -> dict[str, float]:
+def spread_of(spread: Spread, factor: float) -> dict[str, float]:
+    """Median and range as JSON values, in another unit."""
     return {
         "median": spread.median * factor,
         "low": spread.low * factor,

@@ -13,6 +13,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ortolan.errors import BenchError, OrtolanError, UsageError
@@ -23,20 +24,23 @@ _END_S = 5.0
 class Worker:
     """Starts a child that runs `make(*args)`, then answers `call` by the methods of what it made.
 
-    make: a function or class that the child can import. Raises BenchError with the child's own
-    sentence. Ctrl-C does not reach the child: whoever holds the handle closes it. Where the holder
-    is gone, the child's input ends, and it leaves.
+    make: a function or class that the child can import. python: another interpreter than this
+    one, which finds modules where it always does. Raises BenchError with the child's own sentence.
+    Ctrl-C does not reach the child: whoever holds the handle closes it. Where the holder is gone,
+    the child's input ends, and it leaves.
     """
 
-    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, make: Callable[..., Any], *args: Any, python: Path | None = None) -> None:
+        # Not resolved: an environment's Python is a link, and knows itself by its own name.
+        program = str(python.absolute()) if python else sys.executable
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ortolan.bench.worker"],
+            [program, "-P", "-m", "ortolan.bench.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             **_apart(),
         )
         try:
-            self._send(sys.path)
+            self._send(None if python else sys.path)
             self._send((make, args))
             self._answer()
         except BaseException:
@@ -97,7 +101,8 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not mix with answers
     with os.fdopen(0, "rb") as requests, answers:
-        sys.path[:] = pickle.load(requests)
+        if (path := pickle.load(requests)) is not None:
+            sys.path[:] = path
         service: Any = None
         with contextlib.suppress(EOFError, BrokenPipeError):
             while True:

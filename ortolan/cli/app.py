@@ -28,6 +28,8 @@ from ortolan.cli.output import (
     speak_utf8,
     warnings_shown,
 )
+from ortolan.cli.plan import plan
+from ortolan.cli.providers import providers
 from ortolan.cli.serve import serve
 from ortolan.cli.verify import verify
 from ortolan.errors import OrtolanError
@@ -142,5 +144,16 @@ def main() -> None:
     """Llama-style checkpoints as ONNX graphs, and tokens from them."""
 
 
-for _command in (export, generate, chat, serve, client, inspect, verify, bench):
+for _command in (
+    export,
+    generate,
+    chat,
+    serve,
+    client,
+    inspect,
+    plan,
+    verify,
+    providers,
+    bench,
+):
     main.add_command(_command)

@@ -115,6 +115,14 @@ def _sweep(name: str, field: str, help_text: str) -> Callable[[Function], Functi
     help="Where llama-bench and llama-batched-bench are, if not on PATH.",
 )
 @click.option(
+    "--env",
+    "environments",
+    metavar="NAME=PYTHON",
+    multiple=True,
+    help="The Python of a provider's environment, of those in --provider a,b; otherwise "
+    "build/providers/NAME, where `make test-providers` builds one, or this one.",
+)
+@click.option(
     "--output",
     type=click.Choice(("table", "json", "csv")),
     default="table",
@@ -146,6 +154,7 @@ def bench(
     profile: bool,
     against: tuple[str, ...],
     llama_bin: Path | None,
+    environments: tuple[str, ...],
     output: str,
     plot: Path | None,
     quick: bool,
@@ -154,6 +163,9 @@ def bench(
     engine: dict[str, Any],
 ) -> None:
     """Measure BUNDLE's speed, prefill and decode apart, beside the bound that each one hits.
+
+    With --provider a,b compare execution providers, each in an environment of its own, prefill and
+    decode in the same rounds.
 
     With --serve, measure a running server: throughput and waiting times of many clients.
 
@@ -167,18 +179,18 @@ def bench(
         return
     assert bundle is not None
     from ortolan.optional import require
+    from ortolan.runtime.machine import usable_cores
 
-    for package, extra in (("onnx", "bench"), ("onnxruntime", "cpu")):
+    providers = engine["provider"].split(",")
+    comparing = len(providers) > 1 or bool(environments)
+    # What a comparison runs, it runs in other environments, and counts no work of graphs.
+    for package, extra in () if comparing else (("onnx", "bench"), ("onnxruntime", "cpu")):
         require(package, extra, "ortolan bench")
     if plot is not None:
         require("matplotlib", "bench", "--plot")
         from ortolan.bench.plot import check_target
 
         check_target(plot)
-    from ortolan.bench.report import as_csv, document
-    from ortolan.bench.run import run_bench
-    from ortolan.runtime.machine import usable_cores
-
     if len({spec.partition(":")[0] for spec in against}) < len(against):
         raise UsageError("--against names one engine twice; compare with one of a kind at a time")
     plan = Plan(
@@ -192,6 +204,28 @@ def bench(
         profile=profile,
         engine=engine,
     )
+    if comparing:
+        from ortolan.cli.bench_compare import compare_providers
+
+        compare_providers(
+            *(bundle, plan, providers, environments, against, llama_bin, output, plot, _progress)
+        )
+        return
+    _measure(bundle, plan, against, llama_bin, output, plot)
+
+
+def _measure(
+    bundle: Path,
+    plan: Plan,
+    against: Sequence[str],
+    llama_bin: Path | None,
+    output: str,
+    plot: Path | None,
+) -> None:
+    """One provider, beside the bounds of the machine."""
+    from ortolan.bench.report import as_csv, document
+    from ortolan.bench.run import run_bench
+
     try:
         results = run_bench(bundle, plan, against, llama_bin, _progress)
     finally:

@@ -22,19 +22,7 @@ def write_report(found: dict[str, Any]) -> None:
 
 
 def _write_setting(found: dict[str, Any]) -> None:
-    machine, bundle, settings = found["machine"], found["bundle"], found["settings"]
-    memory = machine["memory_bytes"]
-    rows = [
-        ("date", found["date"]),
-        ("cpu", f"{machine['cpu']}, {machine['cores']} cores, {' '.join(machine['flags'])}"),
-        ("memory", megabytes(memory) if memory else "unknown"),
-        ("load", _load(machine)),
-        ("versions", ", ".join(f"{name} {text}" for name, text in found["versions"].items())),
-        ("bundle", f"{bundle['name']} from {bundle['source']}, attention {bundle['attention']}"),
-        ("weights", f"SHA-256 {bundle['weights_sha256'][:16]}..."),
-        *(("", f"{name}, {megabytes(size)}") for name, size in bundle["precision"].items()),
-        ("rounds", f"{settings['repeat']}, after one warm-up run of each case"),
-    ]
+    rows = setting_rows(found)
     for peaks in found["peaks"]:
         products = ", ".join(
             f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in peaks["flops_per_s"].items()
@@ -48,6 +36,23 @@ def _write_setting(found: dict[str, Any]) -> None:
     for name, peer in found["peers"].items():
         rows.append((name, f"{peer['version']} ({peer['note']})"))
     write_table(None, rows)
+
+
+def setting_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """When, where and what: the lines with which every report of a bundle begins."""
+    machine, bundle, settings = found["machine"], found["bundle"], found["settings"]
+    memory = machine["memory_bytes"]
+    return [
+        ("date", found["date"]),
+        ("cpu", f"{machine['cpu']}, {machine['cores']} cores, {' '.join(machine['flags'])}"),
+        ("memory", megabytes(memory) if memory else "unknown"),
+        ("load", _load(machine)),
+        ("versions", ", ".join(f"{name} {text}" for name, text in found["versions"].items())),
+        ("bundle", f"{bundle['name']} from {bundle['source']}, attention {bundle['attention']}"),
+        ("weights", f"SHA-256 {bundle['weights_sha256'][:16]}..."),
+        *(("", f"{name}, {megabytes(size)}") for name, size in bundle["precision"].items()),
+        ("rounds", f"{settings['repeat']}, after one warm-up run of each case"),
+    ]
 
 
 def _write_phases(rows: Sequence[Row]) -> None:
@@ -69,9 +74,9 @@ def _write_phases(rows: Sequence[Row]) -> None:
                 str(row["context"]),
                 str(row["tokens"]),
                 f"{row['tokens_per_s']:.0f}",
-                _plus_minus(time),
-                *(_ms(shown[name]) for name in ("p50", "p90", "p99")),
-                _ms(max(bound["memory_ms"], bound["compute_ms"])),
+                plus_minus(time),
+                *(milliseconds(shown[name]) for name in ("p50", "p90", "p99")),
+                milliseconds(max(bound["memory_ms"], bound["compute_ms"])),
                 bound["limit"],
                 f"{bound['fraction']:.0%}",
             )
@@ -92,10 +97,10 @@ def _write_requests(rows: Sequence[Row]) -> None:
             str(row["threads"]),
             str(row["context"]),
             str(row["tokens"]),
-            _ms(row["ttft_ms"]["median"]),
+            milliseconds(row["ttft_ms"]["median"]),
             f"{row['tokens_per_s']:.0f}",
-            _plus_minus(row["time_ms"]),
-            *(_ms(row["token_ms"][name]) for name in ("p50", "p90", "p99")),
+            plus_minus(row["time_ms"]),
+            *(milliseconds(row["token_ms"][name]) for name in ("p50", "p90", "p99")),
             f"{row['outside_session']:.1%}",
         )
         for row in rows
@@ -158,11 +163,13 @@ def _load(machine: dict[str, Any]) -> str:
     return ", ".join(parts) or "unknown"
 
 
-def _plus_minus(spread: dict[str, Any]) -> str:
+def plus_minus(spread: dict[str, Any]) -> str:
+    """Half the spread over the median."""
     return f"{50 * (spread['high'] - spread['low']) / spread['median']:.0f}%"
 
 
-def _ms(value: float | None) -> str:
+def milliseconds(value: float | None) -> str:
+    """With as many digits as are of use; empty for None."""
     if value is None:
         return ""
     return f"{value:.2f}" if value < 100 else f"{value:.0f}"

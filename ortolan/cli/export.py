@@ -107,6 +107,18 @@ _SHIPPED = "\0"  # --calibrate without a file; no file is called that
     help="gqa: the fast form; onnx: operators of the ONNX standard only, slower.  [default: gqa]",
 )
 @click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    help="What the graphs compute in: float32 on CPUs, the others on graphics processors.  "
+    "[default: float32]",
+)
+@click.option(
+    "--kv",
+    type=click.Choice(["float", "int8"]),
+    help="float: keys and values are kept as they are computed; int8: rounded, with scales from "
+    "a calibration text.  [default: float]",
+)
+@click.option(
     "--report/--no-report",
     default=True,
     help="Measure what quantized weights cost against float32.",
@@ -130,6 +142,8 @@ def export(
     embedding: WeightsChoice | None,
     max_context: int | None,
     attention: str | None,
+    dtype: str | None,
+    kv: str | None,
     report: bool,
     force: bool,
     as_json: bool,
@@ -142,6 +156,8 @@ def export(
     an accuracy report is added to it at the end.
     """
     exporter = _exporter()
+    from ortolan.graphs.manifest import DEFAULT_DTYPES
+
     own: dict[str, Any] = {
         "weights": weights,
         "prefill_weights": prefill_weights,
@@ -154,6 +170,8 @@ def export(
     given: dict[str, Any] = {
         "max_context": max_context,
         "attention": attention,
+        "dtype": dtype,
+        "kv": kv,
         "force": force,
         "quantization": Quantization(
             block_size, symmetric, lm_head, embedding, calibrate is not None, bits_per_weight
@@ -165,7 +183,7 @@ def export(
     began_s = time.perf_counter()
     with progress_bar() as progress:
         manifest = exporter.export_bundle(source, bundle, options, progress)
-        if manifest.quantized:
+        if manifest.quantized or manifest.dtypes != DEFAULT_DTYPES:
             manifest = _with_report(source, bundle, manifest, report, progress)
     seconds = time.perf_counter() - began_s
     size = sum(entry.size for entry in manifest.files.values())
@@ -209,13 +227,17 @@ def _with_report(
 ) -> Manifest:
     """The manifest with a report or the reason why there is none, as it now is in the bundle."""
     from ortolan.cli.accuracy import measure, why_no_report
+    from ortolan.graphs.manifest import DEFAULT_DTYPES
 
     reason = why_no_report(manifest) if wanted else "--no-report"
+    if reason is None and manifest.dtypes.activations == "bfloat16":
+        reason = "the CPU, on which it would be measured, has no kernels for bfloat16"
     if reason is not None:
         manifest = dataclasses.replace(manifest, no_report=reason)
     else:
         # Weights that are the source's own are compared with themselves at exact accuracy.
-        other = source if manifest.rounded_from else None
+        rounds = manifest.rounded_from or manifest.dtypes != DEFAULT_DTYPES
+        other = source if rounds else None
         found = measure(bundle, other, progress=progress)
         manifest = dataclasses.replace(manifest, accuracy_reports=found)
     manifest.write(bundle)

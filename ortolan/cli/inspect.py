@@ -113,6 +113,7 @@ def _print_manifest(bundle: Path, manifest: Manifest, sampling: dict[str, Any]) 
             ("vocabulary", f"{model.vocab_size} tokens"),
             ("context", f"{model.max_context} tokens"),
             ("attention", manifest.attention),
+            ("computes in", f"{manifest.dtypes.activations}, KV cache {manifest.dtypes.kv}"),
             ("sampling defaults", said or "none given"),
             ("written by", f"ortolan {manifest.ortolan_version}, schema {manifest.schema_version}"),
         ],

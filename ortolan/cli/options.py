@@ -102,7 +102,7 @@ provider_option = click.option(
 strict_option = click.option(
     "--strict/--no-strict",
     default=None,
-    help="Refuse a provider that leaves compute to the CPU.  [default: warn]",
+    help="Refuse a provider that leaves compute to the CPU.  [default: say so in the log]",
 )
 copies_option = click.option(
     "--kv-copies/--no-kv-copies",
@@ -157,15 +157,15 @@ _ENGINE_OPTIONS = {
         metavar="N",
         type=click.IntRange(min=2),
         default=default_of(EngineConfig, "kv_tokens"),
-        help="Most tokens that they may hold together.  [default: what half of free memory holds]",
+        help="Most tokens that they may hold together.  [default: what memory has room for]",
     ),
     "prefix_cache_mb": click.option(
         "--prefix-cache-mb",
         metavar="MB",
         type=click.IntRange(min=0),
         default=default_of(EngineConfig, "prefix_cache_mb"),
-        help="MiB for the beginnings of earlier prompts; 0: none.  [default: a tenth of free "
-        "memory]",
+        help="MiB for the beginnings of earlier prompts; 0: none.  [default: a sixth of the room "
+        "for KV]",
     ),
     "prefill_chunk": click.option(
         "--prefill-chunk",
@@ -189,6 +189,14 @@ _ENGINE_OPTIONS = {
         type=float,
         default=default_of(EngineConfig, "gap_ms"),
         help="The same in milliseconds, if that is less.  [default: no bound of the kind]",
+    ),
+    "whole_prompt": click.option(
+        "--whole-prompt",
+        metavar="N",
+        type=click.IntRange(min=0),
+        default=default_of(EngineConfig, "whole_prompt"),
+        show_default=True,
+        help="Prompts up to so many tokens are read at once, whatever gap that makes.",
     ),
     "accuracy": click.option(
         "--accuracy",
@@ -218,6 +226,7 @@ SHARING = (
     "prefill_chunk",
     "gap_steps",
     "gap_ms",
+    "whole_prompt",
     "decode_graph",
 )
 

@@ -53,6 +53,7 @@ _HELP = {
     "prefill_chunk": ("N", "Most prompt tokens that one call reads."),
     "gap_steps": ("X", "How far a prompt may delay running answers, in plain steps."),
     "gap_ms": ("X", "The same in milliseconds.  [default: no such bound]"),
+    "whole_prompt": ("N", "Prompts up to so many tokens are read at once, whatever the gap."),
     "kv_tokens": ("N", "Most tokens whose KV is held.  [default: by free memory]"),
     "prefix_cache_mb": ("N", "MiB for KV of earlier prompts.  [default: by free memory]"),
     "max_waiting": ("N", "Most answers that may wait."),
@@ -172,8 +173,8 @@ def _show(settings: tuple[Setting, ...], bundle: Path) -> None:
         "cache_dir": "in the bundle, or the user's cache folder",
         "max_context": "the bundle's",
         "gap_ms": "no bound",
-        "kv_tokens": "half of free memory",
-        "prefix_cache_mb": "a tenth of free memory",
+        "kv_tokens": "what memory has room for",
+        "prefix_cache_mb": "a sixth of the room for KV",
     }
     rows = [
         (one.name, meant.get(one.name, "none") if one.value is None else _text(one), one.origin)

@@ -121,6 +121,16 @@ class Device:
         """Bind an output to memory that ONNX Runtime gets on the device when it runs."""
         io.bind_output(name, self.provider.device, self.provider.device_id)
 
+    def run_options(self, rows: int | None = None) -> ort.RunOptions | None:
+        """Of a call on the provider; rows: of decode calls whose buffers never change."""
+        entries = self.provider.run_config(rows)
+        if not entries:
+            return None
+        options = ort.RunOptions()
+        for name, value in entries.items():
+            options.add_run_config_entry(name, value)
+        return options
+
     def to_host(self, value: ort.OrtValue) -> npt.NDArray[Any]:
         """A copy in host memory."""
         array: npt.NDArray[Any] = value.numpy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ortolan.errors import ProviderError
-from ortolan.graphs.manifest import Manifest, ModelConfig
+from ortolan.graphs.manifest import Manifest
 from ortolan.runtime.engine.device import Device
 from ortolan.runtime.engine.device_kv import ApartKvCache, BatchKvCache, KvForm
 from ortolan.runtime.engine.device_model import ApartDeviceModel, BatchDeviceModel, DeviceModel
@@ -24,6 +24,18 @@ def check_fit(provider: Provider, manifest: Manifest, config: EngineConfig) -> N
             f"provider {provider.name} does not run attention of the {manifest.attention} flavor; "
             f"export with --attention {capabilities.flavors[0]}, or use provider cpu"
         )
+    dtypes = manifest.dtypes
+    if dtypes.activations not in capabilities.dtypes:
+        other = "cuda" if dtypes.activations == "bfloat16" else "cpu or cuda"
+        raise ProviderError(
+            f"provider {provider.name} has no kernels for {dtypes.activations}, which this bundle "
+            f"computes in; export with --dtype {capabilities.dtypes[-1]}, or use provider {other}"
+        )
+    if dtypes.kv == "int8" and not capabilities.int8_kv:
+        raise ProviderError(
+            f"provider {provider.name} cannot read the int8 KV cache of this bundle; "
+            "export without --kv int8, or use provider cpu"
+        )
     if not capabilities.in_place_kv and not config.kv_copies:
         raise ProviderError(
             f"provider {provider.name} cannot write the KV cache in place: every step would copy "
@@ -33,11 +45,11 @@ def check_fit(provider: Provider, manifest: Manifest, config: EngineConfig) -> N
 
 
 def open_device_model(
-    model: ModelConfig, sessions: SessionSet, config: EngineConfig, context: int, device: Device
+    manifest: Manifest, sessions: SessionSet, config: EngineConfig, context: int, device: Device
 ) -> DeviceModel[Any]:
     """The decoder over a KV cache in the provider's memory, checked."""
-    capabilities = device.provider.capabilities
-    form = KvForm(model, context, in_place=capabilities.in_place_kv)
+    model, capabilities = manifest.model, device.provider.capabilities
+    form = KvForm(model, context, manifest.dtypes.kv, capabilities.in_place_kv)
     slots = config.max_slots
     if capabilities.ragged_decode:
         opened: DeviceModel[Any]

@@ -92,8 +92,9 @@ class Engine:
         self._scheduler = Scheduler(model.cache, config, kv_budget, prefix, clock)
         self._emitter = Emitter(sampler, tokenizer, self._scheduler, clock)
         pace = Pace(config, attention_share(model.config))
+        whole = config.whole_prompt if config.gap_ms is None else 0
         self._prefill = PrefillPhase(
-            model, self._scheduler, self._emitter, pace, config.prefill_chunk, clock
+            model, self._scheduler, self._emitter, pace, config.prefill_chunk, whole, clock
         )
         self._decode = DecodePhase(model, self._scheduler, self._emitter, pace, clock)
         self._note_seconds(0.0)

@@ -91,6 +91,15 @@ def packed_graphs(
     return None
 
 
+def is_packed(
+    bundle: Bundle, provider: Provider, accuracy: Accuracy, cache_dir: str | None
+) -> bool:
+    """Whether `packed_graphs` would find the packed form, and build nothing."""
+    graphs = (DECODE, prefill_graph(provider))
+    key = _key(bundle, provider, accuracy, graphs)
+    return any(_complete(home / key, graphs) for home in _homes(bundle, cache_dir))
+
+
 def optimized_graphs(bundle_path: Path, config: EngineConfig) -> dict[str, Path]:
     """Optimized graphs by name, for a reader who wants to see what ONNX Runtime made of them.
 

@@ -25,6 +25,9 @@ _Part = tuple[Choice, int]  # whose prompt, how many tokens of it
 class PrefillPhase:
     """Cuts the next pieces of prompts, first come first served, and reads them.
 
+    chunk: most tokens of a step. whole: prompts of at most so many are read in one piece, whatever
+    the pace.
+
     prompt_tokens: all that were ever read. seconds: what the model took for them.
     """
 
@@ -35,6 +38,7 @@ class PrefillPhase:
         emitter: Emitter,
         pace: Pace,
         chunk: int,
+        whole: int,
         clock: Callable[[], float],
     ) -> None:
         self._model = model
@@ -42,6 +46,7 @@ class PrefillPhase:
         self._emitter = emitter
         self._pace = pace
         self._chunk = chunk
+        self._whole = min(whole, chunk)
         self._clock = clock
         self.prompt_tokens = 0
         self.seconds = 0.0
@@ -54,6 +59,8 @@ class PrefillPhase:
         running = len(self._scheduler.residents.in_state(State.DECODING))
         most = self._pace.tokens(running, prompts[0].stored, self._clock() - began)
         left = self._chunk if most is None else min(self._chunk, most)
+        if prompts[0].prompt_len - prompts[0].cached_tokens <= self._whole:
+            left = self._chunk
         for call in list(self._calls(self._parts(prompts, left))):
             if all(choice.state is State.PREFILLING for choice, _ in call):
                 self._read(call)

@@ -102,10 +102,12 @@ def open_source_graph(
     *,
     save_to: Path | None = None,
     data_name: str = "",
+    record: bool = False,
 ) -> ort.InferenceSession:
     """A session on a graph of the bundle itself; optionally saves its optimized, packed form.
 
     save_to: the file for the optimized graph; `data_name` its weights file in the same folder.
+    record: only remember where nodes landed, for a report; nothing is warned of or refused.
     """
     entries = optimizing_entries(provider, accuracy)
     # The graph comes as bytes, so its weights file has to be pointed out.
@@ -115,7 +117,7 @@ def open_source_graph(
         # It wants unsigned weights; blocks must stay signed, or they are not fused and fail.
         entries["session.x64quantprecision"] = "1"
         entries["session.qdqisint8allowed"] = "1"
-    if provider.ort_name != CPU:
+    if record or provider.ort_name != CPU:
         entries |= [RECORD_ENTRY]
     if save_to is not None:
         entries["session.save_external_prepacked_constant_initializers"] = "1"
@@ -126,7 +128,8 @@ def open_source_graph(
     path = bundle.graph_path(graph)
     model = with_accuracy(path.read_bytes(), accuracy)
     session = _open(path, model, options, provider, captured=graph in DECODES)
-    check_placement(path, session, model, provider, ort.__version__)
+    if not record:
+        check_placement(path, session, model, provider, ort.__version__)
     return session
 
 
@@ -196,6 +199,7 @@ def _check_contract(bundle: Bundle, graph: str, session: ort.InferenceSession) -
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
+        kv_dtype=bundle.manifest.dtypes.kv,
     )
     found = {value.name: list(value.shape) for value in session.get_inputs()}
     found |= {value.name: list(value.shape) for value in session.get_outputs()}

@@ -78,6 +78,13 @@ def pick_graph(dtype: str, vocab_size: int) -> bytes:
     return _model(nodes, ports, [Port("picked", "float32", 2)], [flat])
 
 
+def product_graph() -> bytes:
+    """`a` and `b` float32 [n, n] -> `out`, their product: what every provider is there for."""
+    nodes = [_node("MatMul", ["a", "b"], ["out"])]
+    ports = [Port("a", "float32", 2), Port("b", "float32", 2)]
+    return _model(nodes, ports, [Port("out", "float32", 2)])
+
+
 def _model(
     nodes: Sequence[bytes],
     inputs: Sequence[Port],

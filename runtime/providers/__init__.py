@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ortolan.errors import ProviderError
+from ortolan.runtime.machine import usable_cores
 from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.providers.base import Capabilities, Provider
 from ortolan.runtime.providers.plugin import is_library, plugin_provider
@@ -99,10 +100,11 @@ def find_provider(
 
 
 def configured_provider(config: EngineConfig, onnxruntime: ModuleType) -> Provider:
-    """The provider that the settings ask for, with its options; see `find_provider`."""
-    return find_provider(
+    """The provider that the settings ask for, its options and threads; see `find_provider`."""
+    provider = find_provider(
         config.provider, onnxruntime, config.provider_options, strict=config.strict
     )
+    return provider.with_threads(config.threads or usable_cores())
 
 
 def _added() -> dict[str, metadata.EntryPoint]:

@@ -52,11 +52,13 @@ class Provider:
     device: the name by which outputs are bound to its memory, "cpu" where it works on host memory.
     device_id: which of its devices.
     distribution: the package on PyPI that has it; remedy: what to do where it cannot run; extra:
-    of ours, which installs it. hint: what to look at where it is installed and does not run.
+    of ours, which installs it. systems: where there is such a package, as sys.platform names
+    them; empty: everywhere. hint: what to look at where it is installed and does not run.
     session_config: config entries of every session; options: the provider's own.
     known_options: those that a user may set. option_prefix: where ONNX Runtime reads the options
     from the session's config, what their names begin with there.
-    capture_option: the option that switches capture on.
+    capture_option: the option that switches capture on. threads_option: that of a thread pool of
+    its own, which follows --threads unless a user sets it.
     memory_pattern: whether its sessions may plan memory ahead. sequential: whether it demands
     that nodes run one after another.
     list_devices: its devices for people, where ONNX Runtime does not list them.
@@ -76,10 +78,12 @@ class Provider:
     memory_pattern: bool = True
     sequential: bool = False
     extra: str = ""
+    systems: tuple[str, ...] = ()
     hint: str = ""
     known_options: Mapping[str, Option] = field(default_factory=dict)
     option_prefix: str = ""
     capture_option: str = ""
+    threads_option: str = ""
     list_devices: Callable[[], Sequence[str]] | None = None
     prepare: Callable[[ModuleType], None] | None = None
     strict: bool = False
@@ -119,6 +123,12 @@ class Provider:
         given = checked_options(self.name, self.known_options, options)
         device_id = int(given.get("device_id", self.device_id))
         return replace(self, options={**self.options, **given}, device_id=device_id)
+
+    def with_threads(self, threads: int) -> Provider:
+        """The same computing with so many threads, where they are its own."""
+        if not self.threads_option or self.threads_option in self.options:
+            return self
+        return replace(self, options={**self.options, self.threads_option: str(threads)})
 
     def open_session(
         self, ort: ModuleType, model: bytes | str, options: Any, *, captured: bool = False

@@ -19,12 +19,14 @@ The options that hold addresses (user_compute_stream, gpu_external_alloc ...) ar
 can know them outside of the process.
 
 Sources: https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html, and the names
-that cuda_execution_provider_info.cc of ONNX Runtime parses. None of it has run on such a device.
+that cuda_execution_provider_info.cc of ONNX Runtime parses; all are in the library of 1.31.1. None
+of it has run on such a device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import shutil
 import subprocess
 from types import ModuleType
@@ -38,10 +40,11 @@ _FLAG, _WHOLE = Option("flag"), Option("whole")
 def _preload(ort: ModuleType) -> None:
     """Load CUDA's and cuDNN's libraries where pip has put them (onnxruntime-gpu 1.21 and later).
 
-    The system's loader does not look there.
+    The system's loader does not look there. It prints what it does not find, where an answer may
+    be printed; the session says it again, in the log.
     """
     if hasattr(ort, "preload_dlls"):
-        with contextlib.suppress(OSError):  # then the session says what is missing
+        with contextlib.suppress(OSError), contextlib.redirect_stdout(io.StringIO()):
             ort.preload_dlls()
 
 

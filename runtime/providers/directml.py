@@ -21,6 +21,7 @@ PROVIDER = Provider(
     capabilities=Capabilities(dtypes=("float32", "float16")),
     remedy="on Windows, in an environment of its own: pip install onnxruntime-directml",
     extra="directml",
+    systems=("win32",),
     hint="it needs Windows 10 1903 or later and a graphics driver for Direct3D 12",
     device="dml",
     memory_pattern=False,

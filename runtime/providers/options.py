@@ -67,14 +67,13 @@ def checked_options(
     checked = {}
     for name, value in given.items():
         if name not in known:
-            raise UsageError(
-                f"provider option {name!r} is unknown to {provider}; {_hint(name, known)}"
-            )
+            raise UsageError(f"provider {provider} has no option {name!r}; {_hint(name, known)}")
         text = str(int(value)) if isinstance(value, bool) else str(value)
         found = known[name].checked(text)
         if found is None:
             raise UsageError(
-                f"provider option {name} is {text!r}; it must be {known[name].expected}"
+                f"option {name} of provider {provider} is {text!r}; it must be "
+                f"{known[name].expected}"
             )
         checked[name] = found
     return checked

@@ -76,7 +76,9 @@ def left_to_cpu(placed: Sequence[Placed], ort_name: str) -> dict[str, int]:
 def check_placement(
     path: Path, session: Any, model: bytes, provider: Provider, version: str
 ) -> None:
-    """Log a warning if the session leaves compute of that graph to the CPU.
+    """Log it if the session leaves compute of that graph to the CPU.
+
+    A warning where activations then cross between two memories.
 
     Where the provider is strict, raises ProviderError instead, and also if nobody can tell.
     version: onnxruntime's.
@@ -97,9 +99,11 @@ def check_placement(
     if provider.strict:
         raise ProviderError(
             f"{path}: {provider.name} leaves {sum(fallen.values())} compute nodes to the CPU "
-            f"({summed(fallen)}), which --strict refuses; see: ortolan inspect BUNDLE --placement"
+            f"({summed(fallen)}), which --strict refuses; see more with: ortolan providers BUNDLE "
+            f"--provider {provider.name}"
         )
-    logger.warning(
+    logger.log(
+        logging.INFO if provider.on_host else logging.WARNING,
         "the provider leaves compute nodes to the CPU",
         extra={"provider": provider.name, "graph": path.name, "operators": summed(fallen)},
     )

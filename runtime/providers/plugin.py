@@ -100,17 +100,21 @@ def _register(path: Path, ort: ModuleType, name: str) -> tuple[str, ...]:
 
 def _made(devices: list[Any], path: Path, known: Collection[Provider]) -> PluginProvider:
     ort_name: str = devices[0].ep_name
-    # One device, the first of its kind: a list would have the library choose.
-    own = {"devices": (devices[0],), "prepare": None, "option_prefix": ""}
+    # One device, the first of its kind: given several, the library would choose.
+    chosen = (devices[0],)
     for provider in known:
         if provider.ort_name == ort_name:
-            same = {item.name: getattr(provider, item.name) for item in fields(Provider)}
-            return PluginProvider(**{**same, "options": {}, **own})
+            same: dict[str, Any] = {
+                item.name: getattr(provider, item.name) for item in fields(Provider)
+            }
+            # A library is given its options under their short names, and brings what it needs.
+            same |= {"options": {}, "option_prefix": "", "prepare": None}
+            return PluginProvider(**same, devices=chosen)
     return PluginProvider(
         name=ort_name,
         ort_name=ort_name,
         capabilities=_UNKNOWN,
         distribution=path.name,
         remedy=f"look at {path}",
-        **own,
+        devices=chosen,
     )

@@ -77,7 +77,7 @@ def sizes(service: Service) -> dict[str, int]:
     from ortolan.runtime.engine.thread_pool import use_threads
 
     stats = service.stats()
-    block_bytes = BLOCK * bytes_per_token(service.manifest.model)
+    block_bytes = BLOCK * bytes_per_token(service.manifest.model, service.manifest.dtypes.kv)
     return {
         "threads": use_threads(None),
         "max_context": service.context,

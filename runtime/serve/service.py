@@ -48,7 +48,7 @@ class Service:
         self_test: bool = False,
     ) -> None:
         onnxruntime = require("onnxruntime", "cpu", "serving a model")
-        from ortolan.runtime.engine.opening import context_of
+        from ortolan.runtime.plan import context_of
 
         self.name = name or bundle.path.resolve().name
         self.created_s = int(time.time())

@@ -78,6 +78,7 @@ def test_help_states_the_fields_defaults(run: Run) -> None:
         "max_context": None,
         "force": False,
         "attention": "gqa",
+        "kv": "float",
         "quantization": Quantization(),
     }
     assert (DEFAULT_BLOCK_SIZE, Quantization().symmetric) == (32, None)

@@ -14,28 +14,32 @@ import onnx
 import pytest
 from tiny_llama import write_tiny_gguf
 
-from ortolan.export.exporter import ExportOptions, WeightsChoice, export_bundle
+from ortolan.export.exporter import ExportOptions, export_bundle
 from ortolan.graphs import contract as c
 from ortolan.graphs.build import build_decoder_graph, decoder_contract
 from ortolan.graphs.formats import EMBEDDING, FLOAT32, LM_HEAD, plan_layer
 from ortolan.graphs.manifest import WEIGHTS_NAME, Manifest, ModelConfig
 
 DECODERS = (c.DECODE, c.PREFILL, c.PREFILL_RAGGED)
-CASES: dict[str, tuple[Any, bool, WeightsChoice]] = {
-    "tied-as-demo": ({"*": "Q4_1", "token_embd*": "Q8_0"}, True, "source"),
-    "tied-float": ("F16", True, "source"),
-    "untied-mixed": ({"*": "Q4_0", "*attn_v*": "Q8_0"}, False, "source"),
-    "expanded": ("Q4_1", False, "float32"),
+CASES: dict[str, tuple[Any, bool, ExportOptions]] = {
+    "tied-as-demo": ({"*": "Q4_1", "token_embd*": "Q8_0"}, True, ExportOptions()),
+    "tied-float": ("F16", True, ExportOptions()),
+    "untied-mixed": ({"*": "Q4_0", "*attn_v*": "Q8_0"}, False, ExportOptions()),
+    "expanded": ("Q4_1", False, ExportOptions("float32")),
+    "float16": ({"*": "Q4_1", "token_embd*": "Q8_0"}, True, ExportOptions(dtype="float16")),
+    "bfloat16": ("F16", False, ExportOptions(dtype="bfloat16")),
+    "int8-kv-of-floats": ("F16", True, ExportOptions(kv="int8")),
+    "int8-kv": ({"*": "Q4_1", "token_embd*": "Q8_0"}, True, ExportOptions(kv="int8")),
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Read it, never write into it."""
-    types, tied, weights = CASES[request.param]
+    types, tied, options = CASES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     source = write_tiny_gguf(folder / "tiny.gguf", types=types, tied=tied)
-    export_bundle(str(source), folder / "bundle", ExportOptions(weights=weights))
+    export_bundle(str(source), folder / "bundle", options)
     return folder / "bundle"
 
 
@@ -48,6 +52,9 @@ def entries(values: Any) -> list[tuple[str, str, list[int | str]]]:
         onnx.TensorProto.INT32: "int32",
         onnx.TensorProto.INT64: "int64",
         onnx.TensorProto.FLOAT: "float32",
+        onnx.TensorProto.INT8: "int8",
+        onnx.TensorProto.FLOAT16: "float16",
+        onnx.TensorProto.BFLOAT16: "bfloat16",
     }
     return [
         (
@@ -75,7 +82,7 @@ def test_inputs_and_outputs_are_the_contract_and_the_manifest(bundle: Path, grap
     """The runtime binds by these names and shapes without looking at the graph."""
     manifest = Manifest.read(bundle)
     model = load(bundle, graph).graph
-    contract = decoder_contract(graph, manifest.model)
+    contract = decoder_contract(graph, manifest.model, manifest.dtypes)
     for values, specs, listed in (
         (model.input, contract.inputs, manifest.graphs[graph].inputs),
         (model.output, contract.outputs, manifest.graphs[graph].outputs),

@@ -10,6 +10,7 @@ from ortolan.errors import EngineError, ProviderError, UsageError
 from ortolan.runtime import providers
 from ortolan.runtime.engine import thread_pool
 from ortolan.runtime.machine import usable_cores
+from ortolan.runtime.params import EngineConfig
 
 
 def runtime(*names: str) -> SimpleNamespace:
@@ -92,3 +93,14 @@ def test_hyperthreads_of_a_core_count_once(
     assert usable_cores() == 4
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 4, 5}, raising=False)
     assert usable_cores() == 2
+
+
+def test_openvinos_threads_follow_the_settings() -> None:
+    """Its pool is its own: with all cores, --threads 1 in a shared container would be ignored."""
+    runtime_ = runtime("OpenVINOExecutionProvider")
+    for options, threads in (({}, "3"), ({"num_of_threads": "5"}, "5")):
+        config = EngineConfig(provider="openvino", threads=3, provider_options=options)
+        found = providers.configured_provider(config, runtime_)  # type: ignore[arg-type]
+        assert found.options["num_of_threads"] == threads
+    cpu = providers.configured_provider(EngineConfig(), runtime("CPUExecutionProvider"))  # type: ignore[arg-type]
+    assert not cpu.options

@@ -18,7 +18,7 @@ import pytest
 from ortolan import SamplingParams
 from ortolan.errors import ProviderError
 from ortolan.runtime.bundle import Bundle
-from ortolan.runtime.engine import opening, self_test
+from ortolan.runtime.engine import device_logits, opening, self_test
 from ortolan.runtime.engine.device import Device
 from ortolan.runtime.engine.device_model import ApartDeviceModel, BatchDeviceModel
 from ortolan.runtime.engine.device_slices import SlicedDeviceModel
@@ -153,6 +153,41 @@ def test_wrong_attention_over_several_tokens_is_found(
     self_test.limit_prefill(model)
     assert model.most_prefill_tokens == 1
     assert "read token by token" in caplog.text
+
+
+@pytest.mark.parametrize("on_device", ["batch"], indirect=True)
+def test_wrong_attention_at_one_length_is_found(
+    on_device: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen with WebGPU and a sliding window of five: five tokens were wrong, twelve were right."""
+    model = model_of(on_device)
+    read_into = model.read_into
+
+    def wrong(values: Any, bound: Any, inputs: dict[str, np.ndarray]) -> object:
+        if inputs["input_ids"].shape[1] == 5:
+            inputs["input_ids"][:] = inputs["input_ids"][0, 0]
+        return read_into(values, bound, inputs)
+
+    monkeypatch.setattr(model, "read_into", wrong)
+    self_test.limit_prefill(model)
+    assert model.most_prefill_tokens == 1
+
+
+def test_logits_of_tokens_read_one_by_one_are_each_ones_own(on_device: LLM) -> None:
+    """With onnxruntime 1.27, outputs of earlier calls turn into the last one's, scores with them.
+
+    1.32 does not do so: on WebGPU, `make test-providers` would show it.
+    """
+    model = on_device._running()._model
+    ids = [5, 6, 7, 8]
+    whole = model.prefill(0, [ids], [0], [[0, 1, 3]]).numpy()
+    model.most_prefill_tokens = 1
+    try:
+        found = device_logits.on_host(model.prefill(0, [ids], [0], [[0, 1, 3]]))
+    finally:
+        model.most_prefill_tokens = None
+    # A token alone is multiplied by another kernel, with activations rounded to int8.
+    np.testing.assert_allclose(found, whole, atol=0.05 * np.abs(whole).max())
 
 
 @pytest.mark.parametrize("on_device", ["batch"], indirect=True)

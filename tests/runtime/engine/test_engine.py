@@ -224,6 +224,27 @@ def test_a_long_prompt_does_not_stall_running_requests(gap_steps: float) -> None
     assert max(gaps) > 0.5 * gap_steps * model.plain_s or gap_steps == 8.0  # and it is used
 
 
+@pytest.mark.parametrize(
+    ("prompt", "settings", "steps"),
+    [(40, {}, 1), (40, {"whole_prompt": 30}, 2), (40, {"gap_ms": 4000.0}, 2), (80, {}, 3)],
+)
+def test_short_prompts_are_read_at_once(
+    prompt: int, settings: dict[str, float], steps: int
+) -> None:
+    """Under many clients, their first tokens would wait for pieces of one another."""
+    engine, _ = mock_engine(slots=3, gap_steps=4.0, prefill_chunk=64, **settings)
+    running = engine.submit(request(4, max_tokens=80))
+    for _ in range(5):
+        engine.step()
+    late = engine.submit(request(prompt, max_tokens=2))
+    took = 0
+    while not tokens(late):
+        engine.step()
+        took += 1
+    assert took == steps if steps == 1 else took >= steps
+    assert tokens(running)
+
+
 def test_a_gap_in_milliseconds_binds_too() -> None:
     engine, model = mock_engine(slots=3, gap_ms=22.0, prefill_chunk=64)
     engine.submit(request(4, max_tokens=80))

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from ortolan.errors import EngineError
+from ortolan.graphs.contract import KvDtype
 from ortolan.graphs.manifest import ModelConfig
-from ortolan.runtime.engine.kv_cache import KvCache, padded_capacity
+from ortolan.runtime.engine.kv_cache import KvCache, bytes_per_token, padded_capacity
 
 CONFIG = ModelConfig(
     architecture="llama",
@@ -95,14 +96,38 @@ def test_impossible_size_says_what_to_lower() -> None:
         KvCache(CONFIG, slots=1 << 30, capacity=65536)
 
 
+DTYPES: dict[KvDtype, tuple[int, str]] = {
+    "float32": (4, "tensor(float)"),
+    "float16": (2, "tensor(float16)"),
+    "bfloat16": (2, "tensor(bfloat16)"),
+    "int8": (1, "tensor(int8)"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cache_is_bound_as_what_it_holds(dtype: KvDtype) -> None:
+    """numpy has no bfloat16, and ONNX Runtime refuses integers in its place."""
+    size, bound_as = DTYPES[dtype]
+    cache = KvCache(CONFIG, 4, 32, dtype)
+    value = cache.value(2, 1, 1, 2)
+    assert value.data_type() == bound_as
+    assert list(value.shape()) == [2, 2, 32, 16]
+    assert value.data_ptr() == cache.rows(2, 1, 1, 2).ctypes.data
+    assert cache.array.itemsize == size
+    assert bytes_per_token(CONFIG, dtype) == 3 * 2 * 2 * 16 * size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("context", [2, 17, 2048, 8192, 131_072])
-def test_heads_are_an_odd_number_of_pages_apart(context: int, head_dim: int) -> None:
+def test_heads_are_an_odd_number_of_pages_apart(
+    context: int, head_dim: int, dtype: KvDtype
+) -> None:
     """A power of two would put the keys of all rows and heads into the same sets of a cache."""
-    capacity = padded_capacity(context, head_dim)
-    pages, rest = divmod(capacity * head_dim * 4, mmap.PAGESIZE)
+    capacity, size = padded_capacity(context, head_dim, dtype), DTYPES[dtype][0]
+    pages, rest = divmod(capacity * head_dim * size, mmap.PAGESIZE)
     assert rest == 0
     assert pages % 2 == 1
     assert capacity >= context
     assert capacity % 2 == 0
-    assert capacity - context < 2 * mmap.PAGESIZE // 64
+    assert capacity - context < 2 * mmap.PAGESIZE // size // 16

@@ -17,6 +17,7 @@ GRAPHS = {
     "zeros float16": tiny_graphs.zeros_graph("float16", 3),
     "take": tiny_graphs.take_graph("float32"),
     "put": tiny_graphs.put_graph("int8"),
+    "product": tiny_graphs.product_graph(),
     "pick": tiny_graphs.pick_graph("float32", 300),
     "pick bfloat16": tiny_graphs.pick_graph("bfloat16", 200_000),
 }
