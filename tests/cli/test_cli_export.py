@@ -66,7 +66,7 @@ def test_options_left_out_are_the_fields_defaults(
     run("export", "x", "y", "--weights", "float32", "--max-context", "64", "--force")
     assert exported == [
         ("model.gguf", Path("bundle"), exporter.ExportOptions(), None),
-        ("x", Path("y"), exporter.ExportOptions("float32", 64, force=True), None),
+        ("x", Path("y"), exporter.ExportOptions("float32", max_context=64, force=True), None),
     ]
 
 
