@@ -19,6 +19,7 @@ from click.testing import Result
 
 from ortolan.export import exporter
 from ortolan.export.precision import DEFAULT_BLOCK_SIZE, Quantization
+from ortolan.export.presets import PRESETS
 from ortolan.graphs.manifest import Manifest
 
 NO_REPORT: dict[str, Any] = {"accuracy_reports": [], "no_report": None}
@@ -218,3 +219,54 @@ def test_calibrations_that_cannot_be_are_one_sentence(
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not target.exists()
+
+
+# The two ways to ask for it.
+BALANCED = [("--preset", "balanced"), ("--quantize",)]
+
+
+@pytest.mark.parametrize("given", BALANCED)
+def test_preset_says_all_about_weights(
+    run: Run,
+    exported: list[tuple[Any, ...]],
+    given: tuple[str, ...],
+) -> None:
+    """`balanced` is what quantizing means where no more is said."""
+    assert run("export", "model.gguf", "bundle", *given).exit_code == 0
+    options = exporter.ExportOptions(preset="balanced", **PRESETS["balanced"].options())
+    assert exported == [("model.gguf", Path("bundle"), options, None)]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--weights", "int4"), "--weights"),
+        (("--decode-weights", "int4"), "--decode-weights"),
+        (("--asymmetric",), "--asymmetric"),
+        (("--block-size", "64"), "--block-size"),
+    ],
+)
+def test_preset_and_weights_contradict_each_other(
+    run: Run,
+    exported: list[tuple[Any, ...]],
+    option: tuple[str, ...],
+    said: str,
+) -> None:
+    """The preset's promise would be one about other weights."""
+    done = run("export", "model.gguf", "bundle", "--preset", "fast", *option)
+    assert done.exit_code == 2
+    assert f"--preset fast and {said} contradict each other" in done.stderr
+    assert exported == []
+
+
+def test_broken_promise_fails_the_export(
+    run: Run,
+    exported: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A script that serves what it exported must stop here, unless it said otherwise."""
+    monkeypatch.setattr("ortolan.cli.export.broken_promise", lambda *_: "mean KL is 9")
+    done = run("export", "model.gguf", "bundle", "--quantize")
+    assert done.exit_code == 1
+    assert "error: bundle: mean KL is 9; the bundle is complete: take --any-accuracy" in done.stderr
+    assert run("export", "model.gguf", "bundle", "--quantize", "--any-accuracy").exit_code == 0
