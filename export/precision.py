@@ -95,7 +95,11 @@ def choose_formats(
     shapes = weight_shapes(config)
     if weights == "w8a8":
         # What these read has no norm before it that could be scaled, and loses most.
-        choices |= {name: "blocks" for name in source if name.endswith(_IN_BLOCKS)}
+        choices |= {
+            name: "source" if fmt.blocked else "blocks"
+            for name, fmt in source.items()
+            if name.endswith(_IN_BLOCKS)
+        }
     return {
         name: _format(choices.get(name, weights), fmt, quantization)
         # Norms and biases are few, and computed in float32 whatever they are stored in.

@@ -117,17 +117,18 @@ class _Seen:
         return np.asarray(np.sqrt(self._sums[tap] / self._rows), np.float32)
 
 
+def _makers(config: ModelConfig) -> dict[Tap, str | None]:
+    """The norm that makes what each tap sees, if there is one."""
+    norms = layer_norms(config)
+    return {"attention_in": norms.attention_in, "mlp_in": norms.mlp_in}
+
+
 def _scales(
     phase: Phase, config: ModelConfig, layer: int, weights: LayerWeights, seen: _Seen
 ) -> dict[Tap, Floats]:
     """What the channels of each tap are divided by, where they can be."""
-    norms = layer_norms(config)
-    makers: dict[Tap, str | None] = {
-        "attention_in": norms.attention_in,
-        "mlp_in": norms.mlp_in,
-    }
     scales: dict[Tap, Floats] = {}
-    for tap, maker in makers.items():
+    for tap, maker in _makers(config).items():
         readers = TAPS[tap]
         if maker is None or not all(phase.formats[layer_name(layer, r)].w8a8 for r in readers):
             continue
@@ -142,10 +143,10 @@ def _scales(
 
 def _folds(config: ModelConfig, layer: int, scales: Mapping[Tap, Floats]) -> dict[str, Fold]:
     """The layer's scaled weights."""
-    norms = layer_norms(config)
     folds: dict[str, Fold] = {}
-    for tap, norm in (("attention_in", norms.attention_in), ("mlp_in", norms.mlp_in)):
-        if tap in scales and norm is not None:
-            folds[layer_name(layer, norm)] = Fold(rows=1 / scales[tap])
-            folds |= {layer_name(layer, r): Fold(columns=scales[tap]) for r in TAPS[tap]}
+    for tap, scale in scales.items():
+        norm = _makers(config)[tap]
+        assert norm is not None
+        folds[layer_name(layer, norm)] = Fold(rows=np.asarray(1 / scale, np.float32))
+        folds |= {layer_name(layer, reader): Fold(columns=scale) for reader in TAPS[tap]}
     return folds

@@ -59,8 +59,9 @@ def test_balanced_has_weights_for_each_phase(balanced: Manifest) -> None:
     assert balanced.phases_differ
     precisions = {(g.phase, g.precision) for g in balanced.weights if g.role == "mlp"}
     assert ("decode", "int8 block 32") in precisions
-    # The last product is in blocks in both phases, and stored once.
-    assert {kind for phase, kind in precisions if phase == "prefill"} == {str(W8A8)}
+    # The last product, which would lose most, is the source's own.
+    prefill = {kind for phase, kind in precisions if phase == "prefill"}
+    assert prefill == {str(W8A8), "int4 block 32 + offsets"}
 
 
 @pytest.mark.parametrize("name", ["fast", "small"])
