@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ortolan.export.budget import measured, spent
 from ortolan.export.calibration import TAPS, Floats, Ids, LayerRunner, Tap
 from ortolan.export.gptq import Moments, gptq, nearest
-from ortolan.export.phases import Phase
+from ortolan.export.phases import Phase, Progress
+from ortolan.export.precision import Quantization
 from ortolan.export.weights import Weight
 from ortolan.export.write_weights import Checkpoint
 from ortolan.graphs.formats import (
@@ -70,10 +72,29 @@ class Rounding:
 DEFAULT_ROUNDING = Rounding()
 
 
-def calibrated(phase: Phase, config: ModelConfig, windows: Ids) -> Phase:
+def calibrated(
+    phase: Phase,
+    config: ModelConfig,
+    windows: Ids,
+    quantization: Quantization,
+    progress: Progress | None = None,
+) -> Phase:
     """The phase with its matrices rounded for a calibration text, [windows, chunk] token ids."""
-    checkpoint = CalibratedCheckpoint(phase.checkpoint, config, phase.formats, windows)
-    return replace(phase, checkpoint=checkpoint, made=phase.made | checkpoint.made)
+    source, formats = phase.checkpoint, dict(phase.formats)
+    if not _to_round(source.formats, formats):
+        return phase
+    if quantization.bits_per_weight is not None:
+        affine = quantization.symmetric is False
+        groups = measured(source, config, formats, windows, affine, progress)
+        formats |= spent(groups, quantization.bits_per_weight)
+    checkpoint = CalibratedCheckpoint(source, config, formats, windows)
+    made = phase.made | checkpoint.made
+    return replace(phase, checkpoint=checkpoint, formats=formats, made=made)
+
+
+def _to_round(source: Formats, formats: Formats) -> frozenset[str]:
+    """Names of weights that are stored in blocks which the source does not have."""
+    return frozenset(name for name, fmt in formats.items() if fmt.blocked and fmt != source[name])
 
 
 class CalibratedCheckpoint:
@@ -96,9 +117,7 @@ class CalibratedCheckpoint:
         self._wanted = formats
         self._rounding = rounding
         self._runner = LayerRunner(source, config, windows)
-        self._rounds = frozenset(
-            name for name, fmt in formats.items() if fmt.blocked and fmt != source.formats[name]
-        )
+        self._rounds = _to_round(source.formats, formats)
         self._table: Weight | None = None
         self._hidden: Floats | None = None
         self._layer = -1
@@ -238,9 +257,10 @@ class CalibratedCheckpoint:
         strength = np.sqrt(moments.damped.diagonal())
         strength = strength / np.exp(np.mean(np.log(strength)))
         quick = Rounding(self._rounding.compensate, self._rounding.scale, refinements=0)
-        best, least = np.ones_like(strength), np.inf
+        best: Floats = np.ones(len(strength), np.float32)
+        least = np.inf
         for power in self._rounding.powers:
-            scale = strength**power
+            scale = np.asarray(strength**power, np.float32)
             scaled = moments.divided(scale)
             values = rows * scale
             error = scaled.error(values - quick.rounded(values, scaled, fmt).dequantized())

@@ -55,6 +55,7 @@ TAPS: Mapping[Tap, tuple[str, ...]] = {
 Sink = Callable[[Mapping[Tap, Floats]], None]
 
 _TAP_BYTES = 16 << 20  # of the widest tap at a time
+_HEAD_ROWS = 2048  # of what the head reads
 
 
 @dataclass
@@ -189,10 +190,12 @@ class LayerRunner:
         return np.asarray(scaled * norm, np.float32)
 
     def head_statistics(self, hidden: Floats, norm: Floats | None = None) -> InputStats:
-        """The statistics of `head_inputs`, a window at a time."""
+        """The statistics of `head_inputs`, some windows at a time."""
         stats = InputStats.empty(self.config.hidden_size)
-        for window in hidden:
-            stats.add(self.head_inputs(window, norm))
+        step = max(1, _HEAD_ROWS // hidden.shape[1])
+        for start in range(0, len(hidden), step):
+            x = self.head_inputs(hidden[start : start + step], norm)
+            stats.add(x.reshape(-1, x.shape[-1]))
         return stats
 
     def _graph(self, layer: int) -> tuple[Any, dict[str, tuple[str, ...]]]:

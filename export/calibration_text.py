@@ -13,7 +13,7 @@ import tokenizers
 from ortolan.errors import CheckpointError, UsageError
 
 _WINDOW = 512  # tokens that are read together
-_MOST_WINDOWS = 32
+_MOST_TOKENS = 32 * _WINDOW
 _FEWEST_TOKENS = 1024
 _MOST_BYTES = 8 << 20  # of a file that are looked at
 
@@ -49,8 +49,8 @@ def calibration_windows(
 ) -> npt.NDArray[np.int64]:
     """Token ids [windows, chunk] of a text, by the tokenizer among a bundle's `texts`.
 
-    Each window begins with the tokens that the tokenizer puts before a text, if any. At most 32
-    windows of 512 tokens, evenly spread over a longer text.
+    Each window begins with the tokens that the tokenizer puts before a text, if any. At most
+    32 windows of 512 tokens, or more of fewer, evenly spread over a longer text.
     Raises CheckpointError without a tokenizer, UsageError if the text, called `name`, is too short.
     """
     if "tokenizer.json" not in texts:
@@ -78,7 +78,9 @@ def calibration_windows(
             "fetch the checkpoint again"
         )
     windows = np.array(ids[: count * own], np.int64).reshape(count, own)
-    chosen = np.unique(np.linspace(0, count - 1, min(count, _MOST_WINDOWS)).round().astype(int))
+    chosen = np.unique(
+        np.linspace(0, count - 1, min(count, _MOST_TOKENS // chunk)).round().astype(int)
+    )
     windows = windows[chosen]
     before = np.broadcast_to(np.array(first, np.int64), (len(windows), len(first)))
     return np.concatenate([before, windows], axis=1)

@@ -114,7 +114,7 @@ def export_bundle(
     """
     path = find_source(source)
     checkpoint = open_checkpoint(path, options.max_context)
-    texts = _texts(checkpoint)
+    texts = checkpoint_texts(checkpoint)
     config = _with_context(path.name, checkpoint.config, options.max_context)
     flavor = FLAVORS[options.attention]
     _check_heads(path.name, config, flavor)
@@ -133,12 +133,17 @@ def export_bundle(
             f"--dtype {dtypes.activations} is not possible with w8a8 weights, whose products are "
             "made for CPUs; take --weights int4 or int8 with it, or leave --dtype out"
         )
-    calibrated = options.quantization.calibrate or activations_rounded
-    if calibrated or dtypes.kv == "int8":
-        text, name = calibration_text(options.calibration), "the calibration text"
-        most, vocab = config.max_context, config.vocab_size
-        windows = calibration_windows(text, texts, most, vocab, name)
-    if calibrated:
+    by_inputs = options.quantization.calibrate or activations_rounded
+    if by_inputs or dtypes.kv == "int8":
+        windows = calibration_windows(
+            calibration_text(options.calibration),
+            texts,
+            # Not the bundle's own: a short context is no reason to calibrate on short windows.
+            checkpoint.config.max_context,
+            config.vocab_size,
+            str(options.calibration or "the shipped text"),
+        )
+    if by_inputs:
         beside = phases[0].formats
         phases = [
             _calibrated(phase, config, windows, options, progress, beside) for phase in phases
@@ -152,8 +157,8 @@ def export_bundle(
             tensors = {name: {**own, **kv_tensors} for name, own in tensors.items()}
         files = {WEIGHTS_NAME: file.entry}
         graphs = _write_graphs(folder, config, phases, flavor, dtypes, tensors, files)
-        for name, text in texts.items():
-            (folder / name).write_bytes(text)
+        for name, content in texts.items():
+            (folder / name).write_bytes(content)
             files[name] = file_entry(folder / name)
         if progress is not None:
             progress("manifest", 1, 1)
@@ -185,7 +190,9 @@ def _calibrated(
     """The phase with its weights made for what they read on the calibration text."""
     if has_w8a8(phase):
         return smoothed(phase, config, windows, progress, beside)
-    return calibrated(phase, config, windows) if options.quantization.calibrate else phase
+    if options.quantization.calibrate:
+        return calibrated(phase, config, windows, options.quantization, progress)
+    return phase
 
 
 def open_checkpoint(path: Path, max_context: int | None) -> GgufCheckpoint | HfCheckpoint:
@@ -201,7 +208,8 @@ def _hash(files: Sequence[Path]) -> str:
     return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
 
-def _texts(checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, bytes]:
+def checkpoint_texts(checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, bytes]:
+    """Tokenizer, template and generation settings as files of a bundle; some may be absent."""
     if isinstance(checkpoint, HfCheckpoint):
         return hf_texts(checkpoint.path, checkpoint.config.vocab_size)
     try:

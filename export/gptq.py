@@ -21,6 +21,8 @@ from ortolan.export.quantize import Floats, fit_blocks
 from ortolan.export.weights import Weight, stack_rows
 from ortolan.graphs.formats import WeightFormat
 
+Doubles = npt.NDArray[np.float64]
+
 DAMPING = 0.01  # of the mean of H's diagonal, added to the diagonal
 _GROUP = 128  # columns whose errors reach the ones behind them together
 _ELEMENTS = 1 << 22  # of a matrix that are rounded together
@@ -51,7 +53,8 @@ class Moments:
         order = np.argsort(-damped.diagonal(), kind="stable")
         # Reversed, the lower triangle of Cholesky is an upper one: H = T T^T, inverse(T) = U.
         backwards = order[::-1]
-        triangle = np.linalg.cholesky(damped[np.ix_(backwards, backwards)])[::-1, ::-1]
+        lower = np.linalg.cholesky(damped[np.ix_(backwards, backwards)])
+        triangle: Doubles = np.asarray(lower[::-1, ::-1], np.float64)
         factor = _inverse_of_upper(triangle).astype(np.float32)
         return cls(damped.astype(np.float32), order, factor)
 
@@ -106,7 +109,7 @@ def nearest(values: Floats, fmt: WeightFormat, importance: Floats | None = None)
     return stack_rows(slabs)
 
 
-def _inverse_of_upper(triangle: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _inverse_of_upper(triangle: Doubles) -> Doubles:
     """By halves, so that nearly all of it is matrix products."""
     size = len(triangle)
     if size <= _LEAF:

@@ -76,8 +76,8 @@ def _formats(
 ) -> dict[str, WeightFormat]:
     """The formats of one phase. Options of rounding are for those phases that have blocks."""
     rounded = ("int8", "int4", "blocks")
-    if weights not in rounded and other in rounded:
-        quantization = replace(quantization, block_size=None, symmetric=None, calibrate=False)
+    if weights not in rounded and other in rounded:  # the other phase has a use for them
+        quantization = Quantization(lm_head=quantization.lm_head, embedding=quantization.embedding)
     return choose_formats(source, config, weights, quantization)
 
 

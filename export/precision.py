@@ -32,10 +32,12 @@ class Quantization:
     symmetric: codes times a scale, or (False) plus an offset per block; None stands for True.
     lm_head, embedding: formats of their own; None follows the other weights.
     calibrate: round for what the layers read on a text, not each weight for itself.
+    bits_per_weight: an average over the layers' matrices in int4, scales included, that is spent
+    where it buys most; some become int8, and blocks have several sizes.
 
     Of the choices, "blocks" stands for the source's own blocks where they have no offsets, and
     for int8 otherwise: in small models offsets cost more time than twice the bytes.
-    Raises UsageError for a block size that there is not.
+    Raises UsageError for a block size or an average that there is not.
     """
 
     block_size: int | None = None
@@ -43,11 +45,27 @@ class Quantization:
     lm_head: WeightsChoice | None = None
     embedding: WeightsChoice | None = None
     calibrate: bool = False
+    bits_per_weight: float | None = None
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             known = ", ".join(map(str, BLOCK_SIZES))
             raise UsageError(f"--block-size {self.block_size} is not possible; choose from {known}")
+        if self.bits_per_weight is not None:
+            self._check_budget(self.bits_per_weight)
+
+    def _check_budget(self, bits: float) -> None:
+        least, most = (4.25, 8.5) if self.symmetric is False else (4.125, 8.25)
+        if not least <= bits <= most:
+            raise UsageError(
+                f"--bits-per-weight {bits:g} is not possible; blocks take {least:g} to {most:g}"
+            )
+        if self.block_size is not None:
+            raise UsageError(
+                f"--bits-per-weight chooses blocks itself; leave --block-size {self.block_size} out"
+            )
+        if not self.calibrate:
+            raise UsageError("--bits-per-weight is spent by measurement; add --calibrate")
 
 
 DEFAULT_QUANTIZATION = Quantization()
@@ -105,6 +123,8 @@ def _shared_table(weights: WeightsChoice, quantization: Quantization) -> Weights
 def _check_used(
     weights: WeightsChoice, quantization: Quantization, others: list[WeightsChoice]
 ) -> None:
+    if quantization.bits_per_weight is not None and weights != "int4":
+        raise UsageError("--bits-per-weight has no effect without --weights int4; add that")
     if {weights, *others}.intersection(_ROUNDED):
         return
     unused = []

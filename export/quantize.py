@@ -117,6 +117,11 @@ def _dot(a: Floats, b: Floats, weights: Floats | None) -> Floats:
     return np.asarray(np.einsum("...i,...i", a if weights is None else a * weights, b))
 
 
+def _ratio(numerator: Floats, denominator: Floats) -> Floats:
+    """Their ratio, 0 where the denominator is (both are then)."""
+    return np.asarray(numerator / np.where(denominator == 0, 1, denominator), np.float32)
+
+
 def _mean(x: Floats, weights: Floats | None) -> Floats:
     """Means over the last dimension; the weights' own mean is 1."""
     return np.asarray((x if weights is None else x * weights).mean(-1))
@@ -138,7 +143,7 @@ def _fit_symmetric(y: Floats, weights: Floats | None, bits: int) -> tuple[Floats
     for _ in range(_REFINEMENTS):
         codes = best.codes
         squares = _dot(codes, codes, weights)
-        scale = _dot(codes, y, weights) / np.where(squares == 0, 1, squares)
+        scale = _ratio(_dot(codes, y, weights), squares)
         inverse = 1 / np.where(scale == 0, np.float32(1), scale)
         best.offer(codes, scale, None)
         best.offer(np.clip(np.rint(y * inverse[..., None]), low, high), scale, None)
@@ -162,8 +167,8 @@ def _fit_affine(y: Floats, weights: Floats | None, bits: int) -> tuple[Floats, F
         mean_code, mean_y = _mean(codes, weights), _mean(y, weights)
         spread = codes - mean_code[..., None]
         squares = _dot(spread, spread, weights)
-        scale = _dot(spread, y, weights) / np.where(squares == 0, 1, squares)
-        minimum = mean_y - scale * mean_code
+        scale = _ratio(_dot(spread, y, weights), squares)
+        minimum = np.asarray(mean_y - scale * mean_code, np.float32)
         inverse = 1 / np.where(scale == 0, np.float32(1), scale)
         best.offer(codes, scale, minimum)
         again = np.rint((y - minimum[..., None]) * inverse[..., None])

@@ -189,9 +189,13 @@ def _folds(
     """The layer's scaled weights."""
     norms = layer_norms(config)
     folds: dict[str, Fold] = {}
-    for tap, norm in (("attention_in", norms.attention_in), ("mlp_in", norms.mlp_in)):
+    reads: tuple[tuple[Tap, str | None], ...] = (
+        ("attention_in", norms.attention_in),
+        ("mlp_in", norms.mlp_in),
+    )
+    for tap, norm in reads:
         if tap in scales and norm is not None:
-            folds[layer_name(layer, norm)] = Fold(rows=1 / scales[tap])
+            folds[layer_name(layer, norm)] = Fold(rows=np.float32(1) / scales[tap])
     for tap, scale in scales.items():
         for reader in TAPS[tap]:
             folds[layer_name(layer, reader)] = Fold(columns=scale)
@@ -199,7 +203,7 @@ def _folds(
         for name in _up(layer):
             if name.removeprefix(layer_name(layer, "")) in weights:
                 before = folds.get(name, Fold())
-                folds[name] = replace(before, rows=1 / scales["mlp_down"])
+                folds[name] = replace(before, rows=np.float32(1) / scales["mlp_down"])
     return folds
 
 

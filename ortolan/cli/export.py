@@ -26,7 +26,7 @@ from ortolan.export.presets import DEFAULT_PRESET, PRESETS, PresetName, broken_p
 if TYPE_CHECKING:
     from ortolan.graphs.manifest import Manifest
 
-_DETAILS = ("block_size", "symmetric", "lm_head", "embedding")
+_DETAILS = ("block_size", "symmetric", "lm_head", "embedding", "bits_per_weight")
 
 _FORMATS = click.Choice(get_args(WeightsChoice))
 _SHIPPED = "\0"  # --calibrate without a file; no file is called that
@@ -82,6 +82,13 @@ _SHIPPED = "\0"  # --calibrate without a file; no file is called that
     help="Round for what the layers read on a text: a file of yours (--calibrate=FILE), or the one "
     "that is shipped. Takes minutes; far closer to the source.",
 )
+@click.option(
+    "--bits-per-weight",
+    metavar="X",
+    type=float,
+    help="With --weights int4 --calibrate: an average to spend where it buys most, on blocks of "
+    "several sizes and some int8; scales count, the embedding does not.",
+)
 @click.option("--lm-head", type=_FORMATS, help="The output head's own format.")
 @click.option(
     "--embedding",
@@ -130,6 +137,7 @@ def export(
     block_size: int | None,
     symmetric: bool | None,
     calibrate: str | None,
+    bits_per_weight: float | None,
     lm_head: WeightsChoice | None,
     embedding: WeightsChoice | None,
     max_context: int | None,
@@ -156,7 +164,7 @@ def export(
         "decode_weights": decode_weights,
     }
     if preset is not None:
-        details = (block_size, symmetric, lm_head, embedding)
+        details = (block_size, symmetric, lm_head, embedding, bits_per_weight)
         _check_alone(preset, own | dict(zip(_DETAILS, details, strict=True)))
         own |= PRESETS[preset].options() | {"preset": preset}
     given: dict[str, Any] = {
@@ -166,7 +174,7 @@ def export(
         "kv": kv,
         "force": force,
         "quantization": Quantization(
-            block_size, symmetric, lm_head, embedding, calibrate=calibrate is not None
+            block_size, symmetric, lm_head, embedding, calibrate is not None, bits_per_weight
         ),
         "calibration": None if calibrate in (None, _SHIPPED) else Path(calibrate),
         **own,

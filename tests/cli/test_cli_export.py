@@ -66,7 +66,7 @@ def test_options_left_out_are_the_fields_defaults(
     run("export", "x", "y", "--weights", "float32", "--max-context", "64", "--force")
     assert exported == [
         ("model.gguf", Path("bundle"), exporter.ExportOptions(), None),
-        ("x", Path("y"), exporter.ExportOptions("float32", 64, force=True), None),
+        ("x", Path("y"), exporter.ExportOptions("float32", max_context=64, force=True), None),
     ]
 
 
@@ -75,10 +75,15 @@ def test_help_states_the_fields_defaults(run: Run) -> None:
     defaults = {item.name: item.default for item in dataclasses.fields(exporter.ExportOptions)}
     assert defaults == {
         "weights": "source",
+        "prefill_weights": None,
+        "decode_weights": None,
+        "calibration": None,
+        "preset": "",
         "max_context": None,
         "force": False,
         "attention": "gqa",
         "kv": "float",
+        "dtype": "float32",
         "quantization": Quantization(),
     }
     assert (DEFAULT_BLOCK_SIZE, Quantization().symmetric) == (32, None)
@@ -179,3 +184,37 @@ def test_progress_shows_on_a_terminal_only_without_no_color(
     else:
         assert b"100%" in shown
         assert b"model.layers" in shown
+
+
+def test_calibration_has_a_text_of_its_own_or_the_shipped_one(
+    run: Run, exported: list[tuple[Any, ...]]
+) -> None:
+    """The option stands alone, or has a file; a budget goes beside it."""
+    words = ("export", "x", "y", "--weights", "int4")
+    run(*words, "--calibrate")
+    run(*words, "--calibrate=mine.txt", "--bits-per-weight", "4.5")
+    assert [(call[2].calibration, call[2].quantization) for call in exported] == [
+        (None, Quantization(calibrate=True)),
+        (Path("mine.txt"), Quantization(calibrate=True, bits_per_weight=4.5)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--calibrate=none.txt",), "--calibrate none.txt: cannot be read"),
+        (("--calibrate=none.txt", "--weights", "source"), "--calibrate has no effect"),
+        (("--bits-per-weight", "5"), "add --calibrate"),
+        (("--calibrate", "--bits-per-weight", "3"), "--bits-per-weight 3 is not possible"),
+    ],
+)
+def test_calibrations_that_cannot_be_are_one_sentence(
+    run: Run, tmp_path: Path, tiny_gguf: Path, more: tuple[str, ...], said: str
+) -> None:
+    """A misspelt file must not be an hour's work for nothing."""
+    target = tmp_path / "bundle"
+    done = run("export", str(tiny_gguf), str(target), "--weights", "int8", *more)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not target.exists()

@@ -114,6 +114,15 @@ def test_factors_that_are_moved_change_nothing_else(tmp_path: Path, monkeypatch)
     assert distance(source, found) < 1e-9
 
 
+def test_what_takes_factors_back_is_rounded_all_the_same(tmp_path: Path, monkeypatch) -> None:
+    """`up` is scaled for `down`'s sake first, and rounded then."""
+    monkeypatch.setattr("ortolan.export.calibrated._POWERS", (0.5,))
+    source, fmt = checkpoint_of(tmp_path), WeightFormat("int4", 32)
+    found = calibrated(source, fmt)
+    formats = {name: found.read(name).format for name in source.formats}
+    assert {kind for name, kind in formats.items() if name.endswith("_proj")} == {fmt}
+
+
 def test_keys_and_values_are_not_scaled(tmp_path: Path) -> None:
     """Graphs of another precision read the same cache."""
     source = checkpoint_of(tmp_path)
@@ -208,6 +217,23 @@ def test_same_source_makes_the_same_bundle(tmp_path: Path) -> None:
     assert made[0] == made[1]
 
 
+def test_one_phase_may_have_nothing_to_round(tmp_path: Path) -> None:
+    """Its weights are the source's, and no layer is run for them; keys and values are shared."""
+    source = str(write_tiny_gguf(tmp_path / "m.gguf", shape=SHAPE))
+    options = ExportOptions(
+        prefill_weights="source",
+        decode_weights="int4",
+        quantization=Quantization(embedding="source", calibrate=True, bits_per_weight=5.0),
+    )
+    manifest = export_bundle(source, tmp_path / "bundle", options)
+    kept = {g.precision for g in manifest.weights if g.phase == "prefill"}
+    assert kept == {"float32"}
+    export_bundle(source, tmp_path / "source", ExportOptions())
+    found, exact = (ExactBundle(tmp_path / name) for name in ("bundle", "source"))
+    assert np.allclose(found.prefill([5, 6, 7, 8]), exact.prefill([5, 6, 7, 8]), atol=1e-4)
+    assert np.abs(found.decode(9) - exact.decode(9)).max() < 0.5 * np.abs(exact.decode(9)).max()
+
+
 def test_option_without_anything_to_round_is_refused(tmp_path: Path) -> None:
     """It would take minutes, and change nothing."""
     source = checkpoint_of(tmp_path)
@@ -227,6 +253,6 @@ def test_checkpoint_without_a_tokenizer_is_refused_before_anything_is_written(
     whole = write_folder(tmp_path / "whole", texts={"tokenizer.json": tokenizer_json()})
     short = tmp_path / "short.txt"
     short.write_text("too short")
-    with pytest.raises(UsageError, match="too short to calibrate with"):
+    with pytest.raises(UsageError, match=r"short.txt is too short to calibrate with"):
         export_bundle(str(whole), tmp_path / "bundle", replace(options, calibration=short))
     export_bundle(str(whole), tmp_path / "bundle", options)

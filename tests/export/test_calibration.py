@@ -77,6 +77,19 @@ def test_taps_hold_what_the_linear_layers_read(tmp_path: Path) -> None:
     assert np.allclose(difference.reshape(branch.shape), branch, atol=1e-4)
 
 
+def test_head_statistics_are_of_all_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are taken at a time."""
+    monkeypatch.setattr("ortolan.export.calibration._HEAD_ROWS", 40)
+    runner = runner_of(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    hidden = through(runner)
+    x = runner.head_inputs(hidden).reshape(-1, hidden.shape[-1])
+    found = runner.head_statistics(hidden)
+    assert found.rows == IDS.size
+    assert np.allclose(found.moments, x.T @ x, rtol=1e-4, atol=1e-3)
+
+
 def test_next_layer_reads_what_the_given_weights_make(tmp_path: Path) -> None:
     """Rounded weights must meet the inputs that rounded weights before them give."""
     runner = runner_of(write_tiny_gguf(tmp_path / "tiny.gguf"))

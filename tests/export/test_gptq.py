@@ -136,3 +136,18 @@ def test_what_is_not_finite_is_refused() -> None:
     values[1, 3] = np.nan
     with pytest.raises(CheckpointError, match="not finite"):
         gptq(values, Moments.of(np.eye(64, dtype=np.float32)), WeightFormat("int4", 32))
+
+
+@pytest.mark.parametrize("refinements", [0, 1])
+def test_how_columns_are_grouped_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, refinements: int
+) -> None:
+    """Groups only save time: what one column loses reaches all others, near and far."""
+    x, values, fmt = inputs(800, 192), weights(20, 192), WeightFormat("int4", 32)
+    moments = Moments.of(x.T @ x)
+    errors = []
+    for size in (16, 64, 192):
+        monkeypatch.setattr("ortolan.export.gptq._GROUP", size)
+        rounded = gptq(values, moments, fmt, refinements).dequantized()
+        errors.append(moments.error(values - rounded))
+    assert errors == pytest.approx([errors[0]] * 3, rel=1e-3)
