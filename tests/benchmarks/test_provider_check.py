@@ -92,8 +92,10 @@ def test_provider_that_captures_is_checked_with_and_without(kit: Path, tmp_path:
     """Recorded calls fail in their own ways; and a provider that is not here has not passed."""
     report = tmp_path / "report.json"
     done = subprocess.run(
-        [sys.executable, kit / "check_provider.py", kit, "--provider", "cuda", *QUICK]
-        + ["--report", report],
+        [
+            *(sys.executable, kit / "check_provider.py", kit, "--provider", "cuda"),
+            *(*QUICK, "--report", report),
+        ],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
