@@ -11,6 +11,7 @@ from tiny_llama import write_tiny_gguf
 
 from ortolan.export.exporter import ExportOptions, export_bundle
 from ortolan.export.presets import PRESETS, Bound, broken_promise
+from ortolan.graphs.formats import W8A8
 from ortolan.graphs.manifest import AccuracyReport, Manifest, TextAccuracy
 
 
@@ -57,8 +58,9 @@ def test_balanced_has_weights_for_each_phase(balanced: Manifest) -> None:
     assert balanced.preset == "balanced"
     assert balanced.phases_differ
     precisions = {(g.phase, g.precision) for g in balanced.weights if g.role == "mlp"}
-    assert ("decode", "int8 block 64") in precisions
-    assert any(phase == "prefill" and "per token" in kind for phase, kind in precisions)
+    assert ("decode", "int8 block 32") in precisions
+    # The last product is in blocks in both phases, and stored once.
+    assert {kind for phase, kind in precisions if phase == "prefill"} == {str(W8A8)}
 
 
 @pytest.mark.parametrize("name", ["fast", "small"])

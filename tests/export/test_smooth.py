@@ -12,8 +12,8 @@ from ortolan.export.calibration import LayerRunner
 from ortolan.export.exporter import open_checkpoint
 from ortolan.export.phases import Phase, plan_phases
 from ortolan.export.precision import DEFAULT_QUANTIZATION
-from ortolan.export.smooth import KEPT, _worst, smoothed
-from ortolan.graphs.formats import layer_name
+from ortolan.export.smooth import smoothed
+from ortolan.graphs.formats import W8A8, WeightFormat, layer_name
 
 WINDOWS = np.random.default_rng(0).integers(3, 300, (4, 48))
 
@@ -54,16 +54,7 @@ def test_scales_do_not_reach_the_cache(smooth: Phase) -> None:
 
 
 def test_what_loses_most_stays_in_blocks(smooth: Phase) -> None:
-    """Its inputs are not scaled then: blocks gain nothing by it."""
-    kept = [i for i in range(2) if smooth.formats[layer_name(i, "mlp.down_proj")] == KEPT]
-    assert len(kept) == 1
-    (layer,) = kept
-    folds = smooth.checkpoint.folds  # type: ignore[attr-defined]
-    assert layer_name(layer, "mlp.down_proj") not in folds
-    assert folds[layer_name(layer, "mlp.up_proj")].rows is None
-
-
-def test_worst_are_those_with_the_greatest_loss() -> None:
-    """Two fifths of the layers, rounded up."""
-    assert _worst([0.1, 0.5, 0.2, 0.4]) == [1, 3]
-    assert _worst([3.0]) == [0]
+    """The MLP's last product: nothing before it can be scaled at no cost."""
+    assert smooth.formats[layer_name(0, "mlp.down_proj")] == WeightFormat("int8", 32)
+    assert smooth.formats[layer_name(0, "mlp.up_proj")] == W8A8
+    assert layer_name(0, "mlp.down_proj") not in smooth.made
