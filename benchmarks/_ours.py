@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -58,10 +59,17 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
 
 
 class Ours:
-    """The tests on one bundle, warmed up; each gives seconds."""
+    """The tests on one bundle, warmed up; each gives seconds of `clock`."""
 
-    def __init__(self, bundle: Path, threads: int, tests: Tests) -> None:
+    def __init__(
+        self,
+        bundle: Path,
+        threads: int,
+        tests: Tests,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._tests = tests
+        self._clock = clock
         # Slots of 4,096 tokens, as a chat would have; memory follows the tokens in them.
         most = ortolan.Manifest.read(bundle).model.max_context
         context = min(most, max(4096, tests.context))
@@ -88,18 +96,18 @@ class Ours:
 
     def _prefill_s(self) -> float:
         ids = self._ids(self._tests.prompt)
-        began_s = time.perf_counter()
+        began_s = self._clock()
         self.llm.generate([ids], ortolan.SamplingParams(max_tokens=1, temperature=0))
-        return time.perf_counter() - began_s
+        return self._clock() - began_s
 
     def _decode_s(self) -> float:
         tokens = self._tests.tokens
         params = ortolan.SamplingParams(max_tokens=tokens + 1, temperature=0, ignore_eos=True)
         events = self.llm.stream([self.llm.tokenizer.bos_id or 0], params)
         next(events)
-        began_s = time.perf_counter()
+        began_s = self._clock()
         assert sum(1 for _ in events) == tokens
-        return time.perf_counter() - began_s
+        return self._clock() - began_s
 
     def _rows_s(self) -> float:
         """Steps of many rows by the engine, from the first token of the last row on."""
@@ -114,10 +122,10 @@ class Ours:
         handles = [engine.submit(Request(ids, params)) for ids in prompts]
         while not all(handle.events for handle in handles):
             engine.step()
-        began_s = time.perf_counter()
+        began_s = self._clock()
         for _ in range(steps):
             engine.step()
-        seconds = time.perf_counter() - began_s
+        seconds = self._clock() - began_s
         for handle in handles:
             engine.cancel(handle)
         return seconds

@@ -37,7 +37,7 @@ CASES = ((4, 512), (8, 1024))  # slots, context
 WITHIN = 0.1
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)$")
 _WEIGHTS = ("weights.packed", "weights.bin")
-_POLL_S = 0.004
+_PACKING_POLL_S, _FILLING_POLL_S = 0.004, 0.05  # looking takes milliseconds of its own
 
 
 def held_bytes() -> dict[str, int]:
@@ -67,7 +67,8 @@ def held_bytes() -> dict[str, int]:
 class Peak:
     """The most that `held_bytes` adds up to while this context is open, and its parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, poll_s: float) -> None:
+        self._poll_s = poll_s
         self.bytes = 0
         self.parts: dict[str, int] = {}
         self._end = threading.Event()
@@ -82,7 +83,7 @@ class Peak:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._end.wait(_POLL_S):
+        while not self._end.wait(self._poll_s):
             found = held_bytes()
             if sum(found.values()) > self.bytes:
                 self.bytes, self.parts = sum(found.values()), found
@@ -105,7 +106,7 @@ def hold(bundle: Path, settings: dict[str, Any]) -> dict[str, Any]:
     memory = Memory(64 << 30, "given")
     plan = plan_memory(opened.manifest, config, provider, memory, process_bytes())
     before = held_bytes()
-    with Peak() as peak:
+    with Peak(_PACKING_POLL_S) as peak:
         llm = ortolan.load(bundle, **settings)
     loaded = held_bytes()
     vocab_size = min(tokenizer.vocab_size, opened.manifest.model.vocab_size)
@@ -114,10 +115,9 @@ def hold(bundle: Path, settings: dict[str, Any]) -> dict[str, Any]:
     answer = context // 8
     drawn = SamplingParams(max_tokens=answer, temperature=0.9, ignore_eos=True, logprobs=2)
     full = list(prompts(config.max_slots, context - answer, vocab_size))
-    with Peak() as filled:
-        llm.generate(full, drawn)
+    with Peak(_FILLING_POLL_S) as filled:
         llm.generate(full[-1], dataclasses.replace(drawn, max_tokens=1, prompt_logprobs=1))
-        llm.generate(full[::-1], drawn)
+        llm.generate(full, drawn)
     return {
         "plan": {part.name: part.bytes for part in plan.parts},
         "total": plan.total,

@@ -36,7 +36,6 @@ from ortolan.graphs import contract as c
 from ortolan.graphs.build import FLAVORS, build_decoder_graph
 from ortolan.graphs.contract import FloatDtype
 from ortolan.graphs.flavor import Flavor
-from ortolan.graphs.formats import Formats
 from ortolan.graphs.manifest import (
     MANIFEST_NAME,
     PACKED_NAME,
@@ -144,10 +143,7 @@ def export_bundle(
             str(options.calibration or "the shipped text"),
         )
     if by_inputs:
-        beside = phases[0].formats
-        phases = [
-            _calibrated(phase, config, windows, options, progress, beside) for phase in phases
-        ]
+        phases = [_calibrated(phase, config, windows, options, progress) for phase in phases]
     scales = kv_scales(checkpoint, config, windows) if dtypes.kv == "int8" else {}
 
     with published_folder(target, force=options.force, replaceable=_BUNDLE_NAMES) as folder:
@@ -157,8 +153,8 @@ def export_bundle(
             tensors = {name: {**own, **kv_tensors} for name, own in tensors.items()}
         files = {WEIGHTS_NAME: file.entry}
         graphs = _write_graphs(folder, config, phases, flavor, dtypes, tensors, files)
-        for name, text in texts.items():
-            (folder / name).write_bytes(text)
+        for name, content in texts.items():
+            (folder / name).write_bytes(content)
             files[name] = file_entry(folder / name)
         if progress is not None:
             progress("manifest", 1, 1)
@@ -185,11 +181,10 @@ def _calibrated(
     windows: Ids,
     options: ExportOptions,
     progress: Progress | None,
-    beside: Formats,
 ) -> Phase:
     """The phase with its weights made for what they read on the calibration text."""
     if has_w8a8(phase):
-        return smoothed(phase, config, windows, progress, beside)
+        return smoothed(phase, config, windows, progress)
     if options.quantization.calibrate:
         return calibrated(phase, config, windows, options.quantization, progress)
     return phase

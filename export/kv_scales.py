@@ -110,7 +110,8 @@ class _Largest:
         end = start + angle * (config.max_context - 1)
         turned = np.abs(key)  # what does not turn stays
         turned[..., :half] = length * _largest_cosine(start, end)
-        turned[..., half : 2 * half] = length * _largest_cosine(start - np.pi / 2, end - np.pi / 2)
+        quarter = np.float32(np.pi / 2)  # a sine is the cosine of a quarter turn less
+        turned[..., half : 2 * half] = length * _largest_cosine(start - quarter, end - quarter)
         return turned
 
 

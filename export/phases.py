@@ -75,7 +75,7 @@ def _formats(
     quantization: Quantization,
 ) -> dict[str, WeightFormat]:
     """The formats of one phase. Options of rounding are for those phases that have blocks."""
-    rounded = ("int8", "int4", "blocks")
+    rounded = ("int8", "int4", "blocks", "w8a8")
     if weights not in rounded and other in rounded:  # the other phase has a use for them
         quantization = Quantization(lm_head=quantization.lm_head, embedding=quantization.embedding)
     return choose_formats(source, config, weights, quantization)

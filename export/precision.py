@@ -21,7 +21,8 @@ WeightsChoice = Literal["source", "float32", "int8", "int4", "w8a8", "blocks"]
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 DEFAULT_BLOCK_SIZE = 32
-_ROUNDED = ("int8", "int4", "blocks")
+_IN_BLOCKS = ("mlp.down_proj",)  # beside w8a8
+_ROUNDED = ("int8", "int4", "blocks", "w8a8")
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ def choose_formats(
         )
     _check_used(weights, quantization, list(choices.values()))
     shapes = weight_shapes(config)
+    if weights == "w8a8":
+        # What these read has no norm before it that could be scaled, and loses most.
+        choices |= {name: "blocks" for name in source if name.endswith(_IN_BLOCKS)}
     return {
         name: _format(choices.get(name, weights), fmt, quantization)
         # Norms and biases are few, and computed in float32 whatever they are stored in.

@@ -70,7 +70,6 @@ PRESETS: Mapping[PresetName, Preset] = {
         prefill="w8a8",
         decode="blocks",
         bound=Bound(mean_kl=0.015, top1=0.94),
-        quantization=Quantization(block_size=64),
     ),
     "fast": Preset(
         summary="fewest bytes a token as well; for sources of 16 bits",

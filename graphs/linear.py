@@ -63,8 +63,9 @@ def round_tokens(op: Any, x: ir.Value) -> TokenCodes:
     """x to 8 bits, symmetric, each token by its own largest number.
 
     No token's codes depend on those beside it. The product of codes is one of integers, so its
-    bits do not depend on the number of rows either. Nine bits' worth of steps, -127 to 127, around
-    a zero point: ONNX Runtime is slow where the first factor is signed.
+    bits do not depend on the number of rows either. Steps from -127 to 127 lie around a zero point:
+    ONNX Runtime is slow where the first factor is signed. Dividing and then rounding by one scale
+    takes as long as QuantizeLinear along an axis, which wants two dimensions.
     """
     largest = op.Max(op.ReduceMax(x, [-1]), op.Neg(op.ReduceMin(x, [-1])), _SMALLEST_SCALE)
     scale = op.Mul(largest, 1 / _TOKEN_STEPS)

@@ -136,7 +136,7 @@ def test_verify_measures_again(run: Run, source: Path, rounded: Path) -> None:
     done = run("verify", rounded, "--source", source, "--json")
     assert done.exit_code == 0
     (report,) = Manifest.read(rounded).accuracy_reports
-    assert json.loads(done.stdout)["accuracy_report"] == dataclasses.asdict(report)
+    assert json.loads(done.stdout)["accuracy_reports"] == [dataclasses.asdict(report)]
     exact = run("verify", rounded, "--source", source, "--accuracy", "exact")
     assert exact.exit_code == 0
     assert "accuracy exact" in exact.stdout

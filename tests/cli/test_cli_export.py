@@ -75,10 +75,15 @@ def test_help_states_the_fields_defaults(run: Run) -> None:
     defaults = {item.name: item.default for item in dataclasses.fields(exporter.ExportOptions)}
     assert defaults == {
         "weights": "source",
+        "prefill_weights": None,
+        "decode_weights": None,
+        "calibration": None,
+        "preset": "",
         "max_context": None,
         "force": False,
         "attention": "gqa",
         "kv": "float",
+        "dtype": "float32",
         "quantization": Quantization(),
     }
     assert (DEFAULT_BLOCK_SIZE, Quantization().symmetric) == (32, None)

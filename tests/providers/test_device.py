@@ -63,19 +63,18 @@ def test_profile_has_no_copies_of_kv_or_logits(
         model = llm._running()._model
         events = json.loads(Path(model.sessions.decode.end_profiling()).read_text())
         config = model.config
-    sizes = {
-        event["name"]: max(
-            int(np.prod(shape)) * 4
-            for one in event["args"].get("output_type_shape", [{"float": [1]}])
-            for shape in one.values()
-        )
+    copied = [
+        int(np.prod(shape))
         for event in events
         if event.get("args", {}).get("op_name", "").startswith("Memcpy")
-    }
+        for value in event["args"]["output_type_shape"]
+        for shape in value.values()
+    ]
     ran = {event["args"].get("provider") for event in events if event.get("cat") == "Node"}
     assert find_provider(NAME, ort).ort_name in ran
-    kv = config.num_kv_heads * 32 * config.head_dim * 4
-    assert all(size < min(kv, config.vocab_size * 4) for size in sizes.values()), sizes
+    # A step's id and at most a few numbers more; KV has thousands, logits hundreds.
+    assert copied
+    assert max(copied) <= 4 < config.vocab_size
 
 
 def on_swiftshader() -> None:

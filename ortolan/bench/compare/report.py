@@ -57,6 +57,7 @@ def document(found: Comparison, bundle_name: str, when: str) -> Document:
 def _system(side: Side) -> Document:
     """Of a provider its environment, of another engine its version and what differs."""
     environment, peer = side.environment, side.peer
+    about: Document
     if peer is not None:
         about = {"version": peer.version, "note": peer.note}
     else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,10 +100,13 @@ def run_comparison(
             sides.append(side := Side(name))
             stack.callback(side.close)
             progress(f"loading and warming up {name}")
-            _attempt(side, lambda side=side: _open(side, bundle, plan, cases, pythons))
+            with _kept(side):
+                _open(side, bundle, plan, cases, pythons)
         for spec in against:
             peer = open_peer(spec, llama_bin)
-            sides.append(side := Side(peer.name, peer=peer))
+            # OpenVINO GenAI has the name of a provider, too.
+            name = peer.name if peer.name not in providers else f"{peer.name}, --against"
+            sides.append(side := Side(name, peer=peer))
             stack.callback(side.close)
         _rounds(sides, cases, plan.repeat, progress)
     return Comparison(
@@ -141,18 +144,16 @@ def _rounds(sides: Sequence[Side], cases: Sequence[Case], repeat: int, progress:
             shift = turn % max(len(running), 1)
             for side in running[shift:] + running[:shift]:
                 progress(f"round {turn + 1} of {repeat}: {case.name}, {side.name}")
-                _attempt(
-                    side,
-                    lambda side=side, case=case: side.samples.setdefault(case, []).append(
-                        side.run(case)
-                    ),
-                )
+                with _kept(side):
+                    sample = side.run(case)
+                    side.samples.setdefault(case, []).append(sample)
 
 
-def _attempt(side: Side, action: Callable[[], None]) -> None:
+@contextmanager
+def _kept(side: Side) -> Iterator[None]:
     """What goes wrong is the side's reason, and the end of it."""
     try:
-        action()
+        yield
     except OrtolanError as error:
         side.reason = str(error)
         side.samples.clear()

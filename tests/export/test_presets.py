@@ -1,0 +1,75 @@
+"""Presets: what they ask for, and what they promise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+from tiny_llama import write_tiny_gguf
+
+from ortolan.export.exporter import ExportOptions, export_bundle
+from ortolan.export.presets import PRESETS, Bound, broken_promise
+from ortolan.graphs.formats import W8A8
+from ortolan.graphs.manifest import AccuracyReport, Manifest, TextAccuracy
+
+
+def report(mean_kl: float, top1: float, phase: str = "") -> AccuracyReport:
+    total = TextAccuracy("all", 100, mean_kl, 0.1, top1, 10.0, 10.0)
+    return AccuracyReport("default", "float32", "onnxruntime", total, [], phase)
+
+
+@pytest.mark.parametrize(
+    ("mean_kl", "top1", "said"),
+    [
+        (0.015, 0.94, None),
+        (0.016, 0.94, "mean KL is 0.016, at most 0.015 is promised"),
+        (0.015, 0.93, "same for 93.0%, at least 94% is promised"),
+        (math.nan, 0.94, "mean KL is nan"),
+    ],
+)
+def test_bound_says_what_exceeds_it(mean_kl: float, top1: float, said: str | None) -> None:
+    """A NaN compares as False, and must not pass for that."""
+    found = Bound(0.015, 0.94).exceeded_by(report(mean_kl, top1))
+    assert found == said if said is None else said in (found or "")
+
+
+@pytest.fixture(scope="module")
+def balanced(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    folder = tmp_path_factory.mktemp("presets")
+    source = write_tiny_gguf(folder / "tiny.gguf", types={"*": "Q4_1", "token_embd*": "Q8_0"})
+    options = ExportOptions(preset="balanced", **PRESETS["balanced"].options())
+    return export_bundle(str(source), folder / "bundle", options)
+
+
+def test_every_phase_keeps_the_promise(balanced: Manifest) -> None:
+    """An answer is written by decode: a report of prefill alone would say nothing of it."""
+    good, bad = report(0.01, 0.95, "prefill"), report(0.2, 0.95, "decode")
+    fine = dataclasses.replace(balanced, accuracy_reports=[good])
+    assert broken_promise("balanced", fine) is None
+    broken = broken_promise("balanced", dataclasses.replace(fine, accuracy_reports=[good, bad]))
+    assert broken is not None
+    assert broken.endswith("by preset balanced in decode")
+
+
+def test_balanced_has_weights_for_each_phase(balanced: Manifest) -> None:
+    """And the manifest says what it was made as."""
+    assert balanced.preset == "balanced"
+    assert balanced.phases_differ
+    precisions = {(g.phase, g.precision) for g in balanced.weights if g.role == "mlp"}
+    assert ("decode", "int8 block 32") in precisions
+    # The last product is in blocks in both phases, and stored once.
+    assert {kind for phase, kind in precisions if phase == "prefill"} == {str(W8A8)}
+
+
+@pytest.mark.parametrize("name", ["fast", "small"])
+def test_small_blocks_are_calibrated(name: str, tmp_path: Path) -> None:
+    """Rounded to nearest, blocks of 128 would lose too much."""
+    source = write_tiny_gguf(tmp_path / "tiny.gguf")
+    options = ExportOptions(**PRESETS[name].options())  # type: ignore[index]
+    made = export_bundle(str(source), tmp_path / "bundle", options)
+    assert options.quantization.calibrate
+    decode = {g.precision for g in made.weights if g.role == "mlp" and g.phase in ("", "decode")}
+    assert decode == {"int4 block 128"}
+    assert next(g.precision for g in made.weights if g.role == "embedding").startswith("int8")
