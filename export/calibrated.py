@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ortolan.export.budget import measured, spent
-from ortolan.export.calibration import TAPS, Floats, Ids, LayerRunner, Tap
+from ortolan.export.calibration import TAPS, Floats, Ids, LayerRunner, PairedStats, Tap
 from ortolan.export.gptq import Moments, gptq, nearest
 from ortolan.export.phases import Phase, Progress
 from ortolan.export.precision import Quantization
@@ -49,12 +49,15 @@ class Rounding:
     itself. scale: strong channels are given finer steps, by factors that the norm before them, or
     the rows of `up` before `down`, take back (AWQ, Lin et al. 2023, arXiv:2306.00978). Factors
     between `v` and `o` would do as well, but they would scale the KV cache, which graphs of
-    another precision read too. refinements: see `gptq`.
+    another precision read too. refinements: see `gptq`. correction: how much of what rounded layers
+    before have changed a layer's weights make up for, before they are rounded; see
+    `Moments.corrected`. All of it would fit the weights to the calibration text.
     """
 
     compensate: bool = True
     scale: bool = True
     refinements: int = 1
+    correction: float = 0.5
 
     @property
     def powers(self) -> Sequence[float]:
@@ -119,7 +122,9 @@ class CalibratedCheckpoint:
         self._runner = LayerRunner(source, config, windows)
         self._rounds = _to_round(source.formats, formats)
         self._table: Weight | None = None
+        # Behind rounded layers, and behind the source's own.
         self._hidden: Floats | None = None
+        self._exact: Floats | None = None
         self._layer = -1
         self._made: dict[str, Weight] = {}
 
@@ -155,7 +160,7 @@ class CalibratedCheckpoint:
             while self._layer < self._config.num_layers - 1:
                 self._advance()
             assert self._hidden is not None
-            return self._rounded_head(name, self._hidden)
+            return self._rounded_head(name, self._hidden, self._exact)
         return self._source.read(name)
 
     def _embedding(self) -> Weight:
@@ -174,13 +179,23 @@ class CalibratedCheckpoint:
             hidden = self._runner.run(layer, self._runner.weights(layer), hidden)
         return hidden
 
-    def _rounded_head(self, name: str, hidden: Floats) -> Weight:
-        stats = self._runner.head_statistics(hidden)
+    def _rounded_head(self, name: str, hidden: Floats, exact: Floats | None = None) -> Weight:
+        """A table or head for the hidden states that it reads; `exact` if it should read others."""
+        stats = self._runner.head_statistics(hidden, exact)
         if name == EMBEDDING:
-            mean = stats.moments.diagonal().mean()
-            stats.moments[np.diag_indices(len(stats.moments))] += _LOOKED_UP * mean
+            mean = stats.seen.moments.diagonal().mean()
+            stats.seen.moments[np.diag_indices(len(stats.cross))] += _LOOKED_UP * mean
         values = self._source.read(name).dequantized()
-        return self._rounding.rounded(values, Moments.of(stats.moments), self._wanted[name])
+        moments = Moments.of(stats.seen.moments)
+        if exact is not None:
+            values = self._corrected(values, moments, stats)
+        return self._rounding.rounded(values, moments, self._wanted[name])
+
+    def _corrected(self, values: Floats, moments: Moments, stats: PairedStats) -> Floats:
+        share = self._rounding.correction if self._rounding.compensate else 0.0
+        if share == 0:
+            return values
+        return moments.corrected(values, stats.cross, stats.seen.moments, share)
 
     def _advance(self) -> None:
         """Round the next layer, and take the hidden states through it."""
@@ -188,24 +203,32 @@ class CalibratedCheckpoint:
             looked_up = EMBEDDING in self._rounds
             table = self._embedding().dequantized() if looked_up else None
             self._hidden = self._runner.embedded(table)
+            self._exact = self._runner.embedded()
+        assert self._exact is not None
         self._layer += 1
         self._made = {}
         weights = self._runner.weights(self._layer)
         prefix = layer_name(self._layer, "")
         own = {name.removeprefix(prefix) for name in self._rounds if name.startswith(prefix)}
         if own:
-            stats, _ = self._runner.statistics(self._layer, weights, self._hidden)
+            stats, self._exact = self._runner.paired_statistics(
+                self._layer, weights, self._exact, self._hidden
+            )
             for tap in _ORDER:
                 names = [name for name in TAPS[tap] if name in own]
                 if names:
-                    moments = Moments.of(stats.pop(tap).moments)
-                    self._round(tap, names, weights, moments)
+                    self._round(tap, names, weights, stats.pop(tap))
+        else:
+            self._exact = self._runner.run(self._layer, weights, self._exact)
         self._hidden = self._runner.run(self._layer, weights, self._hidden)
 
     def _round(
-        self, tap: Tap, names: Sequence[str], weights: dict[str, Floats], moments: Moments
+        self, tap: Tap, names: Sequence[str], weights: dict[str, Floats], stats: PairedStats
     ) -> None:
         """Round the matrices that read `tap`, in `weights` too."""
+        moments = Moments.of(stats.seen.moments)
+        for name in names:
+            weights[name] = self._corrected(weights[name], moments, stats)
         before = self._takes_back(tap, names)
         if before:
             scale = self._best_scale(names, weights, moments)

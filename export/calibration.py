@@ -54,6 +54,9 @@ TAPS: Mapping[Tap, tuple[str, ...]] = {
 # Called with what each tap saw of some windows: [rows, K].
 Sink = Callable[[Mapping[Tap, Floats]], None]
 
+# Hidden states after a layer, and its taps if they are wanted, from those before it.
+Step = Callable[[Floats, bool], tuple[Floats, dict[Tap, Floats]]]
+
 _TAP_BYTES = 16 << 20  # of the widest tap at a time
 _HEAD_ROWS = 2048  # of what the head reads
 
@@ -85,6 +88,26 @@ class InputStats:
         inverse = 1 / scale
         moments = np.asarray(self.moments * inverse * inverse[:, None], np.float32)
         return InputStats(moments, np.asarray(self.absmax * inverse, np.float32), self.rows)
+
+
+@dataclass
+class PairedStats:
+    """Statistics of inputs x of a layer behind rounded ones, beside those x' of the exact model.
+
+    cross: the sum of x' x^T over all rows, float32 [K, K].
+    """
+
+    seen: InputStats
+    cross: Floats
+
+    @classmethod
+    def empty(cls, inputs: int) -> PairedStats:
+        return cls(InputStats.empty(inputs), np.zeros((inputs, inputs), np.float32))
+
+    def add(self, x: Floats, exact: Floats) -> None:
+        """Inputs of both, [rows, K]."""
+        self.seen.add(x)
+        self.cross += exact.T @ x
 
 
 class LayerRunner:
@@ -139,29 +162,44 @@ class LayerRunner:
 
         Raises CheckpointError where numbers are not finite any more.
         """
-        session, parts = self._graph(layer)
-        feeds = {name: _stacked(weights, name, part) for name, part in parts.items()}
-        feeds |= {name: self._tables[name] for name in self._tables if name in _inputs(session)}
-        chunk = hidden.shape[1]
-        step = max(1, _TAP_BYTES // (4 * chunk * self.config.intermediate_size))
+        step = self._step(layer, weights)
         after = np.empty_like(hidden)
-        outputs = [output.name for output in session.get_outputs()]
-        wanted = outputs if sink else outputs[:1]
-        for start in range(0, len(hidden), step):
-            part = hidden[start : start + step]
-            call = _call_inputs(self.config, len(part), chunk)
-            inputs = {k: v for k, v in call.items() if k in _inputs(session)}
-            found = session.run(wanted, {**feeds, **inputs, "hidden": part})
-            after[start : start + step] = found[0]
+        for part in self._parts(hidden):
+            after[part], taps = step(hidden[part], sink is not None)
             if sink is not None:
-                taps = dict(zip(outputs[1:], found[1:], strict=True))
-                sink({tap: taps[tap].reshape(-1, taps[tap].shape[-1]) for tap in TAPS})
-        if not np.isfinite(after).all():
-            raise CheckpointError(
-                f"layer {layer} computes numbers that are not finite on the calibration text; "
-                "its weights may be damaged: fetch the checkpoint again"
-            )
+                sink(taps)
         return after
+
+    def _parts(self, hidden: Floats) -> list[slice]:
+        """Windows that go through a layer together."""
+        step = max(1, _TAP_BYTES // (4 * hidden.shape[1] * self.config.intermediate_size))
+        return [slice(start, start + step) for start in range(0, len(hidden), step)]
+
+    def _step(self, layer: int, weights: LayerWeights) -> Step:
+        """The layer with these weights, for some windows at a time."""
+        session, parts = self._graph(layer)
+        known = _inputs(session)
+        feeds = {name: _stacked(weights, name, part) for name, part in parts.items()}
+        feeds |= {name: self._tables[name] for name in self._tables if name in known}
+        names = [output.name for output in session.get_outputs()]
+
+        def step(hidden: Floats, tapped: bool) -> tuple[Floats, dict[Tap, Floats]]:
+            call = _call_inputs(self.config, *hidden.shape[:2])
+            inputs = {name: value for name, value in call.items() if name in known}
+            wanted = names if tapped else names[:1]
+            found = dict(
+                zip(wanted, session.run(wanted, {**feeds, **inputs, "hidden": hidden}), strict=True)
+            )
+            after = found[names[0]]
+            if not np.isfinite(after).all():
+                raise CheckpointError(
+                    f"layer {layer} computes numbers that are not finite on the calibration text; "
+                    "its weights may be damaged: fetch the checkpoint again"
+                )
+            taps = {t: found[t].reshape(-1, found[t].shape[-1]) for t in TAPS if t in found}
+            return after, taps
+
+        return step
 
     def statistics(
         self, layer: int, weights: LayerWeights, hidden: Floats
@@ -178,6 +216,25 @@ class LayerRunner:
         after = self.run(layer, weights, hidden, remember)
         return found, after
 
+    def paired_statistics(
+        self, layer: int, weights: LayerWeights, exact: Floats, hidden: Floats
+    ) -> tuple[dict[Tap, PairedStats], Floats]:
+        """What each tap saw of `hidden`, beside what it saw of `exact`; and `exact` afterwards.
+
+        Both are hidden states [windows, chunk, hidden] of the same text before the layer.
+        """
+        step = self._step(layer, weights)
+        found: dict[Tap, PairedStats] = {}
+        after = np.empty_like(exact)
+        for part in self._parts(exact):
+            after[part], wanted = step(exact[part], True)
+            _, seen = step(hidden[part], True)
+            for tap, x in seen.items():
+                if tap not in found:
+                    found[tap] = PairedStats.empty(x.shape[1])
+                found[tap].add(x, wanted[tap])
+        return found, after
+
     def head_inputs(self, hidden: Floats, norm: Floats | None = None) -> Floats:
         """What the output head reads, given hidden states [..., hidden] after the last layer.
 
@@ -189,13 +246,16 @@ class LayerRunner:
         scaled = hidden / np.sqrt(mean_square + self.config.rms_norm_eps)
         return np.asarray(scaled * norm, np.float32)
 
-    def head_statistics(self, hidden: Floats, norm: Floats | None = None) -> InputStats:
-        """The statistics of `head_inputs`, some windows at a time."""
-        stats = InputStats.empty(self.config.hidden_size)
+    def head_statistics(self, hidden: Floats, exact: Floats | None = None) -> PairedStats:
+        """The statistics of `head_inputs`, some windows at a time; beside those of `exact`."""
+        stats = PairedStats.empty(self.config.hidden_size)
         step = max(1, _HEAD_ROWS // hidden.shape[1])
         for start in range(0, len(hidden), step):
-            x = self.head_inputs(hidden[start : start + step], norm)
-            stats.add(x.reshape(-1, x.shape[-1]))
+            x, wanted = (
+                self.head_inputs(states[start : start + step]).reshape(-1, hidden.shape[-1])
+                for states in (hidden, hidden if exact is None else exact)
+            )
+            stats.add(x, wanted)
         return stats
 
     def _graph(self, layer: int) -> tuple[Any, dict[str, tuple[str, ...]]]:

@@ -63,6 +63,18 @@ class Moments:
         damped = self.damped / scale / scale[:, None]
         return Moments(damped, self.order, self.factor * scale[self.order])
 
+    def corrected(self, values: Floats, cross: Floats, moments: Floats, share: float) -> Floats:
+        """Weights [N, K] whose outputs for these inputs are nearer to those wanted of others.
+
+        The inputs x of a layer behind rounded ones are not the x' of the exact model. Outputs
+        W x' are best had from x by W C inverse(H), where C (`cross`) sums x' x^T and H (`moments`)
+        x x^T; this goes a share of the way there.
+        """
+        difference = (cross - moments)[:, self.order]
+        product = np.empty_like(difference)
+        product[:, self.order] = (difference @ self.factor.T) @ self.factor
+        return np.asarray(values + np.float32(share) * (values @ product), np.float32)
+
     @property
     def importance(self) -> Floats:
         """What an error in each column costs when those after it make up for it, [K]."""

@@ -47,12 +47,12 @@ class Sample(nn.Module):
         # temperature neither overflows nor blurs what separates the first tokens.
         below = _of_valid(op.Sub(adjusted, largest))
         scaled_down = _of_valid(op.Mul(below, op.Reciprocal(op.Unsqueeze(temperature, [1]))))
-        # LogSoftmax rather than Exp and ReduceSum: ONNX Runtime's ReduceSum depends in the last
-        # bits on batch size and memory alignment, LogSoftmax does not. ReduceLogSumExp is four
-        # times slower. At the largest token, log-softmax is minus the log-sum-exp.
-        log_probs = _of_valid(op.LogSoftmax(scaled_down, axis=1))
-        at_largest = op.GatherElements(log_probs, op.Slice(ids, [0], [1], [1]), axis=1)
-        log_sum_exp = op.Neg(op.Squeeze(at_largest, [1]))
+        # Softmax, whose largest value is 1 over the sum: ReduceLogSumExp is four times slower, and
+        # LogSoftmax, the same bits in every batch, is left to the CPU by WebGPU, to which a whole
+        # row would go at every step.
+        probs = _of_valid(op.Softmax(scaled_down, axis=1))
+        at_largest = op.GatherElements(probs, op.Slice(ids, [0], [1], [1]), axis=1)
+        log_sum_exp = op.Neg(op.Log(op.Squeeze(at_largest, [1])))
 
         return ids, values, op.GatherElements(logits, ids, axis=1), log_sum_exp
 
@@ -89,7 +89,8 @@ def build_sample_graph(vocab_size: int) -> ir.Model:
     A candidate's probability is exp((c - c[0]) / temperature - log_sum_exp): relative to the
     largest logit, since at low temperatures logit / temperature leaves float32 no digits for the
     rest. log_sum_exp is NaN for a row that holds a NaN or +inf, or nothing above -inf.
-    On CPU a row's results do not depend on the other rows, their number, or k, bit for bit.
+    On CPU a row's candidates do not depend on the other rows, their number, or k, bit for bit;
+    log_sum_exp does in its last bits. (Logits in host memory are not sampled by this graph.)
     """
     graph = ir.Graph([], [], nodes=[], name="sample", opset_imports={"": OPSET})
     builder = GraphBuilder(graph)

@@ -20,6 +20,7 @@ from provider_scenarios import SCENARIOS, SETTINGS, ask, logits_of
 from tiny_llama import Shape, write_tiny_gguf
 
 from ortolan.export.exporter import ExportOptions, export_bundle
+from ortolan.graphs.contract import FloatDtype
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.llm import LLM
 from ortolan.runtime.params import EngineConfig
@@ -28,6 +29,7 @@ QUANTIZED = {"token_embd*": "Q8_0"}
 # Weights, heads, embedding; then what families have of their own: windows, norms of q and k.
 CHECKPOINTS: Mapping[str, Callable[[Path], Path]] = {
     "float32": lambda at: write_tiny_gguf(at / "model.gguf"),
+    "float16": lambda at: write_tiny_gguf(at / "model.gguf"),  # and computed so
     "q4_1": lambda at: write_tiny_gguf(at / "model.gguf", types={"*": "Q4_1", **QUANTIZED}),
     "q4_0": lambda at: write_tiny_gguf(at / "model.gguf", types={"*": "Q4_0", **QUANTIZED}),
     "many-heads": lambda at: write_tiny_gguf(
@@ -52,7 +54,8 @@ def main() -> None:
     for name, make in CHECKPOINTS.items():
         with tempfile.TemporaryDirectory() as temporary:
             source = make(Path(temporary))
-            export_bundle(str(source), folder / name, ExportOptions(force=True))
+            dtype: FloatDtype = "float16" if name == "float16" else "float32"
+            export_bundle(str(source), folder / name, ExportOptions(force=True, dtype=dtype))
         write_references(folder / name, folder / name)
     write_references(smollm2, folder / "smollm2")  # beside a link to it
     linked = folder / "smollm2"

@@ -88,6 +88,30 @@ def test_folder_that_is_no_kit_is_one_sentence(kit: Path, tmp_path: Path) -> Non
     assert "is no kit; make one: python benchmarks/make_check_kit.py" in done.stderr
 
 
+def test_provider_that_captures_is_checked_with_and_without(kit: Path, tmp_path: Path) -> None:
+    """Recorded calls fail in their own ways; and a provider that is not here has not passed."""
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, kit / "check_provider.py", kit, "--provider", "cuda"),
+            *(*QUICK, "--report", report),
+        ],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "cuda: FAIL" in done.stdout
+    steps = json.loads(report.read_text())["steps"]
+    kinds = [(step["kind"], "recorded" in step["name"]) for step in steps]
+    assert kinds == [("parity", False)] * 2 + [("parity", True)] * 2 + [
+        ("speed", False),
+        ("speed", True),
+    ]
+    assert all(step["failures"] for step in steps)
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
 def test_script_is_free_of_the_shell_s_traps(root: Path) -> None:
     """It runs where nobody can correct it."""

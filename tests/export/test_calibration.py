@@ -85,9 +85,30 @@ def test_head_statistics_are_of_all_windows(
     runner = runner_of(write_tiny_gguf(tmp_path / "tiny.gguf"))
     hidden = through(runner)
     x = runner.head_inputs(hidden).reshape(-1, hidden.shape[-1])
-    found = runner.head_statistics(hidden)
-    assert found.rows == IDS.size
-    assert np.allclose(found.moments, x.T @ x, rtol=1e-4, atol=1e-3)
+    found = runner.head_statistics(hidden, -hidden)
+    assert found.seen.rows == IDS.size
+    assert np.allclose(found.seen.moments, x.T @ x, rtol=1e-4, atol=1e-3)
+    assert np.allclose(found.cross, -x.T @ x, rtol=1e-4, atol=1e-3)
+
+
+def test_pairs_are_of_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rounded layer's inputs should have been is another one's inputs at that place."""
+    monkeypatch.setattr("ortolan.export.calibration._TAP_BYTES", 4 * 20 * 96 * 2)  # two windows
+    runner = runner_of(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    weights, exact = runner.weights(0), runner.embedded()
+    hidden = exact + np.float32(0.1) * np.random.default_rng(0).standard_normal(
+        exact.shape, np.float32
+    )
+    seen: list[dict[str, np.ndarray]] = []
+    after = runner.run(0, weights, exact, lambda taps: seen.append(dict(taps)))
+    runner.run(0, weights, hidden, lambda taps: seen.append(dict(taps)))
+    half = len(seen) // 2
+    stats, found = runner.paired_statistics(0, weights, exact, hidden)
+    assert np.array_equal(found, after)
+    for tap in TAPS:
+        wanted, x = (np.concatenate([part[tap] for part in p]) for p in (seen[:half], seen[half:]))
+        assert np.allclose(stats[tap].seen.moments, x.T @ x, rtol=1e-4, atol=1e-3)
+        assert np.allclose(stats[tap].cross, wanted.T @ x, rtol=1e-4, atol=1e-3)
 
 
 def test_next_layer_reads_what_the_given_weights_make(tmp_path: Path) -> None:
