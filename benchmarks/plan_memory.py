@@ -81,12 +81,16 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
+        self._look()  # what took less time than a poll is held still
 
     def _watch(self) -> None:
         while not self._end.wait(self._poll_s):
-            found = held_bytes()
-            if sum(found.values()) > self.bytes:
-                self.bytes, self.parts = sum(found.values()), found
+            self._look()
+
+    def _look(self) -> None:
+        found = held_bytes()
+        if sum(found.values()) > self.bytes:
+            self.bytes, self.parts = sum(found.values()), found
 
 
 def prompts(slots: int, tokens: int, vocab_size: int) -> Iterator[list[int]]:
