@@ -158,10 +158,11 @@ def test_side_that_fails_on_the_way_leaves_and_the_others_go_on() -> None:
 
 
 def test_comparison_runs_each_provider_in_its_environment(
-    other_python: Path, tiny_bundle: Path, tmp_path: Path
+    other_python: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parent loads no ONNX Runtime for it: what is there may be another one's."""
     pytest.importorskip("onnxruntime")
+    monkeypatch.chdir(tmp_path)  # where nobody has made environments of providers
     plan = Plan(threads=(1,), batches=(1, 2), prompts=(8,), contexts=(4,), steps=2, repeat=2)
     plan = replace(plan, engine={"cache_dir": str(tmp_path / "cache")})
     found = compare_run.run_comparison(
