@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -168,6 +168,25 @@ def make_with(command: list[str]) -> None:
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise BenchError(f"making the files failed: {last[0]}")
+
+
+def interleaved(
+    sides: Sequence[Mapping[str, Callable[[], object]]], rounds: int, clock: Callable[[], float]
+) -> dict[str, list[list[float]]]:
+    """Milliseconds of each call that all sides have: name -> for each side, its rounds.
+
+    The sides take turns within a round, and a first round warms up.
+    """
+    found = {}
+    for name in sides[0]:
+        found[name] = [[] for _ in sides]
+        for turn in range(-1, rounds):
+            for side in alternated(range(len(sides)), turn):
+                began_s = clock()
+                sides[side][name]()
+                if turn >= 0:
+                    found[name][side].append((clock() - began_s) * 1e3)
+    return found
 
 
 def alternated(sides: Sequence[Any], turn: int) -> list[Any]:

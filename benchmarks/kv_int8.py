@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from _common import Report, Series, alternated, parser
+from _common import Report, Series, interleaved, parser
 
 from ortolan.bench.measure import open_model
 from ortolan.runtime.engine.model import Model
@@ -51,14 +51,7 @@ def main() -> int:
         if (kv := found.bundle.manifest.dtypes.kv) != wanted:
             raise SystemExit(f"{found.bundle.path}: its KV cache is {kv}, wanted is {wanted}")
     sides = [calls(one.model) for one in opened]
-    for place, name in enumerate(sides[0]):
-        taken: list[list[float]] = [[], []]
-        for turn in range(-1, args.rounds):
-            for side in alternated((0, 1), turn):
-                began_s = clock()
-                sides[side][name]()
-                if turn >= 0:  # the first round warms up
-                    taken[side].append((clock() - began_s) * 1e3)
+    for place, (name, taken) in enumerate(interleaved(sides, args.rounds, clock).items()):
         ours, theirs = (
             Series(f"{kv}, {name}", "ms", values)
             for kv, values in zip(("int8", "float32"), taken, strict=True)

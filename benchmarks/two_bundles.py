@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from _common import Report, Series, alternated, parser
+from _common import Report, Series, interleaved, parser
 
 import ortolan
 
@@ -49,14 +49,7 @@ def main() -> int:
     report = Report(f"{args.bundle.name} against {args.other.name}, {args.threads} threads")
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     sides = [calls(args.bundle, args.threads), calls(args.other, args.threads)]
-    for name in sides[0]:
-        taken: list[list[float]] = [[], []]
-        for turn in range(-1, args.rounds):
-            for side in alternated((0, 1), turn):
-                began_s = clock()
-                sides[side][name]()
-                if turn >= 0:  # the first round warms up
-                    taken[side].append((clock() - began_s) * 1e3)
+    for name, taken in interleaved(sides, args.rounds, clock).items():
         first, second = (
             Series(f"{bundle.name}, {name}", "ms", values)
             for bundle, values in zip((args.bundle, args.other), taken, strict=True)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from numbers import Integral, Real
 from os import PathLike
 from typing import Any, Literal, NoReturn
 
 from ortolan.errors import RequestError, UsageError
+from ortolan.runtime import checks
 
 FinishReason = Literal["stop", "length"]
 
@@ -74,26 +72,28 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
     def __post_init__(self) -> None:
-        top_k = _whole("top_k", self.top_k, -1)
+        top_k = checks.whole("top_k", self.top_k, -1)
         checked: dict[str, object] = {
-            "max_tokens": _optional_whole("max_tokens", self.max_tokens, 0),
-            "temperature": _number("temperature", self.temperature, 0.0),
+            "max_tokens": checks.optional_whole("max_tokens", self.max_tokens, 0),
+            "temperature": checks.number("temperature", self.temperature, 0.0),
             "top_k": max(top_k, 0),
-            "top_p": _number("top_p", self.top_p, 0.0, 1.0, above=True),
-            "min_p": _number("min_p", self.min_p, 0.0, 1.0),
-            "repetition_penalty": _number(
+            "top_p": checks.number("top_p", self.top_p, 0.0, 1.0, above=True),
+            "min_p": checks.number("min_p", self.min_p, 0.0, 1.0),
+            "repetition_penalty": checks.number(
                 "repetition_penalty", self.repetition_penalty, 0.0, above=True
             ),
-            "presence_penalty": _number("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "presence_penalty": checks.number("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "frequency_penalty": checks.number(
+                "frequency_penalty", self.frequency_penalty, -2.0, 2.0
+            ),
             "logit_bias": _logit_bias(self.logit_bias),
             "stop": _stop(self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
-            "ignore_eos": _flag("ignore_eos", self.ignore_eos),
-            "seed": _optional_whole("seed", self.seed, -(2**63), 2**64 - 1),
-            "n": _whole("n", self.n, 1, MAX_CHOICES),
-            "logprobs": _optional_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS),
-            "prompt_logprobs": _optional_whole(
+            "ignore_eos": checks.flag("ignore_eos", self.ignore_eos),
+            "seed": checks.optional_whole("seed", self.seed, -(2**63), 2**64 - 1),
+            "n": checks.whole("n", self.n, 1, MAX_CHOICES),
+            "logprobs": checks.optional_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            "prompt_logprobs": checks.optional_whole(
                 "prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS
             ),
         }
@@ -114,82 +114,24 @@ class SamplingParams:
             for token_id in ids:
                 if token_id >= vocab_size:
                     raise RequestError(
-                        f"{name} holds the token id {_shown(token_id)}; "
+                        f"{name} holds the token id {checks.shown(token_id)}; "
                         f"the model's ids end at {vocab_size - 1}"
                     )
         if self.top_k > vocab_size:
             raise RequestError(
-                f"top_k is {_shown(self.top_k)}; the model's vocabulary has {vocab_size} tokens, "
-                "and 0 switches top_k off"
+                f"top_k is {checks.shown(self.top_k)}; the model's vocabulary has {vocab_size} "
+                "tokens, and 0 switches top_k off"
             )
-
-
-def _shown(value: object) -> str:
-    """The value as an error shows it: bounded, so that no error echoes a huge input."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # an integer past Python's limit on decimal digits
-        return f"a {type(value).__name__} too long to show"
-
-
-def _refused(name: str, value: object, accepted: str) -> RequestError:
-    return RequestError(f"{name} is {_shown(value)}; it must be {accepted}")
-
-
-def _range(low: float, high: float | None, above: bool = False) -> str:
-    if high is None:
-        return f"above {low:g}" if above else f"of at least {low:g}"
-    return f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
-
-
-def _whole(name: str, value: object, low: int, high: int | None = None) -> int:
-    # bool is an int to Python; in a request it is a mistake.
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        number = int(value)
-        if number >= low and (high is None or number <= high):
-            return number
-    bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
-    raise _refused(name, value, f"a whole number {bounds}")
-
-
-def _optional_whole(name: str, value: object, low: int, high: int | None = None) -> int | None:
-    return None if value is None else _whole(name, value, low, high)
-
-
-def _number(
-    name: str, value: object, low: float, high: float | None = None, *, above: bool = False
-) -> float:
-    """A finite float within [low, high], or (low, high] with `above`."""
-    if isinstance(value, Real) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        inside = number > low if above else number >= low
-        if math.isfinite(number) and inside and (high is None or number <= high):
-            return number
-    raise _refused(name, value, f"a finite number {_range(low, high, above)}")
-
-
-def _flag(name: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise _refused(name, value, "true or false")
-
-
-def _check_length(name: str, length: int, items: str, most: int) -> None:
-    if length > most:
-        raise RequestError(f"{name} holds more than {most} {items}; that is the most here")
 
 
 def _logit_bias(value: object) -> FrozenBias:
     if not isinstance(value, Mapping):
-        raise _refused("logit_bias", value, "a mapping from token ids to numbers")
-    _check_length("logit_bias", len(value), "token ids", MAX_LOGIT_BIASES)
+        raise checks.refused("logit_bias", value, "a mapping from token ids to numbers")
+    checks.at_most("logit_bias", len(value), "token ids", MAX_LOGIT_BIASES)
     return FrozenBias(
         (
-            _whole("a token id in logit_bias", token_id, 0),
-            _number(f"logit_bias of {_shown(token_id)}", bias, -100.0, 100.0),
+            checks.whole("a token id in logit_bias", token_id, 0),
+            checks.number(f"logit_bias of {checks.shown(token_id)}", bias, -100.0, 100.0),
         )
         for token_id, bias in value.items()
     )
@@ -199,11 +141,11 @@ def _stop(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
-        raise _refused("stop", value, "a string or a list of strings")
+        raise checks.refused("stop", value, "a string or a list of strings")
     for text in value:
         if not isinstance(text, str) or not text:
             raise RequestError(
-                f"stop holds {_shown(text)}; it must be a non-empty string or a list of them"
+                f"stop holds {checks.shown(text)}; it must be a non-empty string or a list of them"
             )
     characters = sum(map(len, value))
     if len(value) > MAX_STOP_STRINGS or characters > MAX_STOP_CHARACTERS:
@@ -217,10 +159,10 @@ def _stop(value: object) -> tuple[str, ...]:
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     # A numpy array is no Sequence; anything that iterates over whole numbers will do.
     if isinstance(value, (str, bytes, bytearray, Mapping)) or not hasattr(value, "__iter__"):
-        raise _refused(name, value, "a list of token ids")
+        raise checks.refused(name, value, "a list of token ids")
     value = tuple(islice(value, MAX_STOP_TOKEN_IDS + 1))
-    _check_length(name, len(value), "token ids", MAX_STOP_TOKEN_IDS)
-    return tuple(_whole(f"a token id in {name}", token_id, 0) for token_id in value)
+    checks.at_most(name, len(value), "token ids", MAX_STOP_TOKEN_IDS)
+    return tuple(checks.whole(f"a token id in {name}", token_id, 0) for token_id in value)
 
 
 @dataclass(frozen=True)
@@ -242,12 +184,12 @@ class Request:
     continues: bool = True
 
     def __post_init__(self) -> None:
-        _whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        checks.whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.timeout_s is not None:
-            _number("timeout_s", self.timeout_s, 0.0, above=True)
+            checks.number("timeout_s", self.timeout_s, 0.0, above=True)
         if not isinstance(self.salt, str):
-            raise _refused("salt", self.salt, "a string")
-        _check_length("salt", len(self.salt), "characters", MAX_SALT_CHARACTERS)
+            raise checks.refused("salt", self.salt, "a string")
+        checks.at_most("salt", len(self.salt), "characters", MAX_SALT_CHARACTERS)
 
 
 @dataclass(frozen=True)
@@ -339,12 +281,12 @@ class Completion:
 def _provider_options(value: object) -> None:
     """Names and values that are texts or numbers; what they mean is the provider's to say."""
     if not isinstance(value, Mapping):
-        raise _refused("provider_options", value, "a mapping from names to values")
+        raise checks.refused("provider_options", value, "a mapping from names to values")
     for name, given in value.items():
         if not (isinstance(name, str) and isinstance(given, str | int | float)):
             raise RequestError(
-                f"provider_options holds {_shown(name)}: {_shown(given)}; names are texts, values "
-                "texts or numbers"
+                f"provider_options holds {checks.shown(name)}: {checks.shown(given)}; names are "
+                "texts, values texts or numbers"
             )
 
 
@@ -398,29 +340,31 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         try:
-            _optional_whole("threads", self.threads, 1, MAX_THREADS)
-            _whole("max_slots", self.max_slots, 1)
-            _optional_whole("max_context", self.max_context, 2)
-            _whole("prefill_chunk", self.prefill_chunk, 2)
-            _number("gap_steps", self.gap_steps, 1.5)
+            checks.optional_whole("threads", self.threads, 1, MAX_THREADS)
+            checks.whole("max_slots", self.max_slots, 1)
+            checks.optional_whole("max_context", self.max_context, 2)
+            checks.whole("prefill_chunk", self.prefill_chunk, 2)
+            checks.number("gap_steps", self.gap_steps, 1.5)
             if self.gap_ms is not None:
-                _number("gap_ms", self.gap_ms, 0.0, above=True)
-            _whole("whole_prompt", self.whole_prompt, 0)
-            _optional_whole("kv_tokens", self.kv_tokens, 2)
-            _optional_whole("prefix_cache_mb", self.prefix_cache_mb, 0)
-            _whole("max_waiting", self.max_waiting, 1)
-            _whole("max_waiting_tokens", self.max_waiting_tokens, 1)
-            _whole("priority_patience", self.priority_patience, 0)
+                checks.number("gap_ms", self.gap_ms, 0.0, above=True)
+            checks.whole("whole_prompt", self.whole_prompt, 0)
+            checks.optional_whole("kv_tokens", self.kv_tokens, 2)
+            checks.optional_whole("prefix_cache_mb", self.prefix_cache_mb, 0)
+            checks.whole("max_waiting", self.max_waiting, 1)
+            checks.whole("max_waiting_tokens", self.max_waiting_tokens, 1)
+            checks.whole("priority_patience", self.priority_patience, 0)
             if self.accuracy not in ("default", "exact"):
-                raise _refused("accuracy", self.accuracy, "default or exact")
+                raise checks.refused("accuracy", self.accuracy, "default or exact")
             if self.decode_graph not in ("auto", "decode", "decode_many"):
-                raise _refused("decode_graph", self.decode_graph, "auto, decode or decode_many")
+                raise checks.refused(
+                    "decode_graph", self.decode_graph, "auto, decode or decode_many"
+                )
             if not isinstance(self.provider, str):
-                raise _refused("provider", self.provider, "a name")
+                raise checks.refused("provider", self.provider, "a name")
             _provider_options(self.provider_options)
-            _flag("strict", self.strict)
-            _flag("kv_copies", self.kv_copies)
+            checks.flag("strict", self.strict)
+            checks.flag("kv_copies", self.kv_copies)
             if self.cache_dir is not None and not isinstance(self.cache_dir, str | PathLike):
-                raise _refused("cache_dir", self.cache_dir, "a folder")
+                raise checks.refused("cache_dir", self.cache_dir, "a folder")
         except RequestError as exc:  # nobody's request, but the caller's setting
             raise UsageError(str(exc)) from None

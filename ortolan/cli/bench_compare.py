@@ -29,16 +29,25 @@ def compare_providers(
     plot: Path | None,
     progress: Progress,
 ) -> None:
-    """Measure, print, draw. Raises BenchError at the end if no provider could run."""
+    """Measure, print, draw.
+
+    Raises ProviderError for an unknown name, and BenchError at the end if no provider could run.
+    """
     from ortolan.bench.compare.environments import named_pythons
     from ortolan.bench.compare.report import as_csv, document
     from ortolan.bench.compare.run import run_comparison
+    from ortolan.runtime.providers import load_provider
+    from ortolan.runtime.providers.plugin import is_library
 
     if plan.profile:
         raise UsageError("--profile looks into one provider; give --provider one name")
     if not all(providers) or len(set(providers)) < len(providers):
         raise UsageError("--provider takes different names, separated by commas: cpu,openvino")
     pythons = named_pythons(environments, providers)
+    for name in providers:
+        # Another environment may have providers that this one has not.
+        if name not in pythons and not is_library(name):
+            load_provider(name)
     try:
         results = run_comparison(bundle, plan, providers, pythons, against, llama_bin, progress)
     finally:

@@ -15,6 +15,8 @@ from ortolan.runtime.engine.device import Device
 
 FloatArray = npt.NDArray[np.float32]
 
+LOGITS_DTYPE = "float32"  # whatever a bundle computes in (graphs/contract.py)
+
 
 class DeviceLogits:
     """Logits [..., vocab] as places in values [batch, n, vocab] on the device, all of one shape.
@@ -27,12 +29,10 @@ class DeviceLogits:
     def __init__(
         self,
         device: Device,
-        dtype: str,
         values: Sequence[ort.OrtValue],
         places: npt.NDArray[np.int64],
     ) -> None:
         self._device = device
-        self._dtype = dtype
         self._values = values
         self._places = places
 
@@ -40,12 +40,12 @@ class DeviceLogits:
         return len(self._places)
 
     def __getitem__(self, key: Any) -> DeviceLogits:
-        return DeviceLogits(self._device, self._dtype, self._values, self._places[key])
+        return DeviceLogits(self._device, self._values, self._places[key])
 
     def picked(self) -> list[ort.OrtValue]:
         """float32 [m, vocab] on the device, one or more that together are this, row after row."""
         batch, n, vocab_size = self._values[0].shape()
-        graph = tiny_graphs.pick_graph(self._dtype, vocab_size)
+        graph = tiny_graphs.pick_graph(vocab_size)
         which, within = np.divmod(self._places.reshape(-1), batch * n)
         # Neighbours from one value come by one run.
         borders = [0, *(np.flatnonzero(np.diff(which)) + 1).tolist(), len(which)]

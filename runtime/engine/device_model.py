@@ -21,7 +21,7 @@ from ortolan.graphs import contract as c
 from ortolan.graphs.manifest import ModelConfig
 from ortolan.runtime.engine.device import Device, run_bound
 from ortolan.runtime.engine.device_kv import ApartKvCache, BatchKvCache, KvValues
-from ortolan.runtime.engine.device_logits import DeviceLogits, Logits, on_host
+from ortolan.runtime.engine.device_logits import LOGITS_DTYPE, DeviceLogits, Logits, on_host
 from ortolan.runtime.engine.seams import KvSeam
 from ortolan.runtime.engine.sessions import SessionSet
 
@@ -77,14 +77,12 @@ class DeviceModel(ABC, Generic[Cache]):
         sessions: SessionSet,
         device: Device,
         cache: Cache,
-        dtype: str = "float32",
     ) -> None:
         self.config = config
         self.cache = cache
         self.sessions = sessions
         self.device = device
         self.most_prefill_tokens = device.provider.capabilities.most_prefill_tokens
-        self.dtype = dtype
 
     @abstractmethod
     def decode(self, first: int, token_ids: Sequence[int], lengths: Sequence[int]) -> Logits:
@@ -119,7 +117,7 @@ class DeviceModel(ABC, Generic[Cache]):
             logits = call(inputs)
             if here:
                 places = np.arange(len(here), dtype=np.int64)[None]
-                found.append(DeviceLogits(self.device, self.dtype, [logits], places))
+                found.append(DeviceLogits(self.device, [logits], places))
                 if len(here) < len(wanted):  # the next call puts its own in their place
                     found[-1] = on_host(found[-1])
         if len(found) == 1:
@@ -158,12 +156,11 @@ class BatchDeviceModel(DeviceModel[BatchKvCache]):
         sessions: SessionSet,
         device: Device,
         cache: BatchKvCache,
-        dtype: str = "float32",
     ) -> None:
-        super().__init__(config, sessions, device, cache, dtype)
+        super().__init__(config, sessions, device, cache)
         self._prefill = _Bound(sessions.prefill)
         self._decode = _Bound(sessions.decode)
-        self._logits = device.zeros(dtype, [cache.slots, 1, config.vocab_size])
+        self._logits = device.zeros(LOGITS_DTYPE, [cache.slots, 1, config.vocab_size])
         self._decode.io.bind_ortvalue_output(c.LOGITS, self._logits)
 
     def decode(self, first: int, token_ids: Sequence[int], lengths: Sequence[int]) -> Logits:
@@ -178,7 +175,7 @@ class BatchDeviceModel(DeviceModel[BatchKvCache]):
         self._decode.run(self.device, cache.all, call_inputs(ids, before))
         cache.held[first : first + rows] = [length + 1 for length in lengths]
         places = np.arange(first, first + rows, dtype=np.int64)
-        return DeviceLogits(self.device, self.dtype, [self._logits], places)
+        return DeviceLogits(self.device, [self._logits], places)
 
     def prefill(
         self,
@@ -205,12 +202,11 @@ class ApartDeviceModel(DeviceModel[ApartKvCache]):
         sessions: SessionSet,
         device: Device,
         cache: ApartKvCache,
-        dtype: str = "float32",
     ) -> None:
-        super().__init__(config, sessions, device, cache, dtype)
+        super().__init__(config, sessions, device, cache)
         self._prefill = [_Bound(sessions.prefill) for _ in range(cache.slots)]
         self._decode = [_Bound(sessions.decode) for _ in range(cache.slots)]
-        self._logits = [device.zeros(dtype, [1, 1, config.vocab_size]) for _ in self._decode]
+        self._logits = [device.zeros(LOGITS_DTYPE, [1, 1, config.vocab_size]) for _ in self._decode]
         for bound, logits in zip(self._decode, self._logits, strict=True):
             bound.io.bind_ortvalue_output(c.LOGITS, logits)
 
@@ -221,7 +217,7 @@ class ApartDeviceModel(DeviceModel[ApartKvCache]):
             slot = first + place
             self._decode[slot].run(self.device, self.cache.each[slot], inputs)
         places = np.arange(first, first + len(token_ids), dtype=np.int64)
-        return DeviceLogits(self.device, self.dtype, self._logits, places)
+        return DeviceLogits(self.device, self._logits, places)
 
     def prefill(
         self,

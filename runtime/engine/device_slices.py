@@ -16,7 +16,7 @@ from ortolan.graphs.manifest import ModelConfig
 from ortolan.runtime.engine import tiny_graphs
 from ortolan.runtime.engine.device import Device, run_bound
 from ortolan.runtime.engine.device_kv import KvForm
-from ortolan.runtime.engine.device_logits import DeviceLogits, Logits
+from ortolan.runtime.engine.device_logits import LOGITS_DTYPE, DeviceLogits, Logits
 from ortolan.runtime.engine.device_model import DeviceModel, Inputs, call_inputs
 from ortolan.runtime.engine.sessions import SessionSet
 
@@ -77,12 +77,10 @@ class _Decode:
         self._io = io = self._session.io_binding()
         self._captures = model.device.provider.captures
         model.cache.bind(io, first, rows)
-        self.logits = model.device.zeros(model.dtype, [rows, 1, model.config.vocab_size])
+        self.logits = model.device.zeros(LOGITS_DTYPE, [rows, 1, model.config.vocab_size])
         io.bind_ortvalue_output(c.LOGITS, self.logits)
         self._fixed: dict[str, ort.OrtValue] = {}
-        self._options = ort.RunOptions()
-        for key, value in model.device.provider.run_config(rows).items():
-            self._options.add_run_config_entry(key, value)
+        self._options = model.device.run_options(rows)
         if self._captures:
             arrays = call_inputs(np.zeros((rows, 1), np.int64), np.zeros(rows, np.int32))
             arrays[c.TOTAL_SEQUENCE_LENGTH] = np.array(model.cache.capacity, np.int32)
@@ -110,9 +108,8 @@ class SlicedDeviceModel(DeviceModel[SlicedKvCache]):
         sessions: SessionSet,
         device: Device,
         cache: SlicedKvCache,
-        dtype: str = "float32",
     ) -> None:
-        super().__init__(config, sessions, device, cache, dtype)
+        super().__init__(config, sessions, device, cache)
         self._decode: dict[tuple[int, int], _Decode] = {}
         self._prefill: dict[int, ort.IOBinding] = {}
 
@@ -132,7 +129,7 @@ class SlicedDeviceModel(DeviceModel[SlicedKvCache]):
         bound.run(call_inputs(ids, before))
         cache.held[first : first + rows] = [length + 1 for length in lengths]
         places = np.arange(start, start + rows, dtype=np.int64)
-        return DeviceLogits(self.device, self.dtype, [bound.logits], places)
+        return DeviceLogits(self.device, [bound.logits], places)
 
     def _batch(self, first: int, rows: int) -> tuple[int, int]:
         """The slots that a call covers: where calls are recorded, from 0 on, a power of two."""
@@ -152,7 +149,7 @@ class SlicedDeviceModel(DeviceModel[SlicedKvCache]):
         io = self._prefill.get(first)
         if io is None:
             io = self._prefill[first] = self.sessions.prefill.io_binding()
-            self.device.bind_new_output(io, c.LOGITS)
+            self.device.bind_new_output(io, c.LOGITS)  # first, which is where it is looked for
             self.cache.bind(io, first, 1)
         logits = self.read(partial(self._call, io), ids, lengths[0], logits_index[0])
         self.cache.held[first] = lengths[0] + len(ids)

@@ -63,18 +63,17 @@ def put_graph(dtype: str) -> bytes:
     return _model(nodes, ports, [Port("out", dtype, 4)])
 
 
-def pick_graph(dtype: str, vocab_size: int) -> bytes:
-    """`logits` [batch, n, vocab], `index` int64 [m] -> `picked` float32 [m, vocab].
+def pick_graph(vocab_size: int) -> bytes:
+    """`logits` float32 [batch, n, vocab], `index` int64 [m] -> `picked` [m, vocab].
 
     index counts positions of all rows, one row after another.
     """
     flat = _tensor("flat", DTYPES["int64"], [2], struct.pack("<2q", -1, vocab_size))
-    nodes = [_node("Reshape", ["logits", "flat"], ["rows"])]
-    rows = "picked" if dtype == "float32" else "chosen"
-    nodes.append(_node("Gather", ["rows", "index"], [rows], [_int("axis", 0)]))
-    if dtype != "float32":
-        nodes.append(_node("Cast", [rows], ["picked"], [_int("to", DTYPES["float32"])]))
-    ports = [Port("logits", dtype, 3), Port("index", "int64", 1)]
+    nodes = [
+        _node("Reshape", ["logits", "flat"], ["rows"]),
+        _node("Gather", ["rows", "index"], ["picked"], [_int("axis", 0)]),
+    ]
+    ports = [Port("logits", "float32", 3), Port("index", "int64", 1)]
     return _model(nodes, ports, [Port("picked", "float32", 2)], [flat])
 
 

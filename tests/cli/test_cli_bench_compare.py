@@ -39,17 +39,24 @@ def test_provider_that_cannot_run_is_a_row_with_its_reason(
     monkeypatch.chdir(tmp_path)  # where no environment has been built
     pytest.importorskip("matplotlib")
     done = run(
-        *("bench", bundle, *QUICK, "--provider", "openvino,cpu,cdua", "--threads", "1"),
+        *("bench", bundle, *QUICK, "--provider", "openvino,cpu", "--threads", "1"),
         *("--cache-dir", cache, "--plot", tmp_path / "figure.png"),
     )
     assert done.exit_code == 0, done.output
     words = [line.split() for line in done.stdout.splitlines()]
     assert ["openvino", "cannot", "run"] in words
     assert "openvino cannot run: provider openvino cannot run here" in done.stdout
-    assert "did you mean cuda?" in done.stdout
     assert "of cpu" in done.stdout  # the first that ran
     assert sum(line[:1] in (["prefill"], ["decode"]) for line in words) == 3
     assert (tmp_path / "figure.png").stat().st_size > 0
+
+
+def test_misspelt_provider_is_refused_before_anything_runs(bundle: Path, run: Run) -> None:
+    """After minutes of measuring, its row would say that it cannot run."""
+    done = run("bench", bundle, *QUICK, "--provider", "cpu,cdua")
+    assert done.exit_code == 1
+    assert "provider 'cdua' is unknown; did you mean cuda?" in done.stderr
+    assert not done.stdout
 
 
 def test_comparison_as_json_and_csv(

@@ -178,7 +178,7 @@ def on_device(logits: np.ndarray) -> DeviceLogits:
     """Logits [batch, vocab] as those of decode on a device, which here is the CPU's."""
     value = ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(logits[:, None]))
     device = Device(find_provider("cpu", ort))
-    return DeviceLogits(device, "float32", [value], np.arange(len(logits)))
+    return DeviceLogits(device, [value], np.arange(len(logits)))
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

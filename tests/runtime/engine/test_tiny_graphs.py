@@ -18,8 +18,8 @@ GRAPHS = {
     "take": tiny_graphs.take_graph("float32"),
     "put": tiny_graphs.put_graph("int8"),
     "product": tiny_graphs.product_graph(),
-    "pick": tiny_graphs.pick_graph("float32", 300),
-    "pick bfloat16": tiny_graphs.pick_graph("bfloat16", 200_000),
+    "pick": tiny_graphs.pick_graph(300),
+    "pick of many": tiny_graphs.pick_graph(200_000),
 }
 
 
@@ -61,6 +61,6 @@ def test_take_and_put_move_one_slot() -> None:
 def test_pick_counts_positions_across_rows() -> None:
     """The sampler sees the logits of these places and of no others."""
     logits = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
-    graph = tiny_graphs.pick_graph("float32", 3)
+    graph = tiny_graphs.pick_graph(3)
     found = run(graph, logits=logits, index=np.array([3, 0, 0]))
     np.testing.assert_array_equal(found, [[9, 10, 11], [0, 1, 2], [0, 1, 2]])
