@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -104,3 +105,17 @@ def test_openvinos_threads_follow_the_settings() -> None:
         assert found.options["num_of_threads"] == threads
     cpu = providers.configured_provider(EngineConfig(), runtime("CPUExecutionProvider"))  # type: ignore[arg-type]
     assert not cpu.options
+
+
+def test_onnxruntimes_own_fall_back_is_switched_off() -> None:
+    """Its sessions start again on the CPU where a provider fails, and print a line about it."""
+    given: dict[str, Any] = {}
+
+    def session(model: bytes, options: Any, **settings: Any) -> Any:
+        given.update(settings)
+        return SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
+
+    ort: Any = SimpleNamespace(__version__="9.9", InferenceSession=session)
+    provider = providers.load_provider("cpu")
+    provider.open_session(ort, b"", SimpleNamespace())
+    assert given["enable_fallback"] == 0

@@ -245,3 +245,27 @@ def test_short_contexts_are_checked_too(
     with LLM(Bundle.open(tiny_bundle), EngineConfig(max_slots=2, max_context=context)) as llm:
         params = SamplingParams(max_tokens=1, temperature=0)
         assert len(llm.generate([[5, 6]], params)[0].token_ids) == 1
+
+
+@pytest.mark.parametrize("on_device", ["batch", "slices", "slices, recorded"], indirect=True)
+def test_copied_slot_is_kept_by_calls_that_leave_it_out(on_device: LLM) -> None:
+    """After a call that failed, rows decode one by one: the others run along, and write."""
+    model = on_device._running()._model
+    prompt = list(range(5, 14))
+    model.prefill(0, [prompt], [0], [[8]])
+    wanted = model.decode(0, [30], [len(prompt)]).numpy()
+    model.prefill(0, [prompt], [0], [[8]])
+    model.prefill(3, [prompt[:3]], [0], [[2]])  # what was in the slot before, and how much
+    model.cache.copy(0, 3, len(prompt))
+    model.decode(0, [31], [len(prompt)])
+    np.testing.assert_array_equal(model.decode(3, [30], [len(prompt)]).numpy(), wanted)
+
+
+@pytest.mark.parametrize("on_device", ["slices, recorded"], indirect=True)
+def test_recorded_batches_are_few_and_within_the_slots(on_device: LLM) -> None:
+    """A batch beyond the slots would write into memory that is somebody else's."""
+    model = on_device._running()._model
+    assert isinstance(model, SlicedDeviceModel)
+    model.cache.slots = 3
+    calls = [(0, 1), (0, 2), (0, 3), (1, 1), (2, 1)]
+    assert [model._batch(*call) for call in calls] == [(0, 1), (0, 2), (0, 3), (0, 2), (0, 3)]
