@@ -114,6 +114,7 @@ def test_device_holds_weights_and_all_of_the_kv(tiny_bundle: Path) -> None:
     assert [part.name for part in plan.disk] == ["bundle"]  # nothing is packed there
     assert not plan.is_too_large  # nobody knows
     assert planned(tiny_bundle, 1, device, max_slots=300).is_too_large
+    assert planned(tiny_bundle, 1000, device).prefix_bytes == 0  # it would copy from the host
 
 
 def test_engine_holds_what_the_plan_says(

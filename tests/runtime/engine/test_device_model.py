@@ -17,10 +17,12 @@ import pytest
 
 from ortolan import SamplingParams
 from ortolan.errors import ProviderError
+from ortolan.graphs.manifest import Dtypes
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine import device_logits, opening, self_test
 from ortolan.runtime.engine.device import Device
 from ortolan.runtime.engine.device_model import ApartDeviceModel, BatchDeviceModel
+from ortolan.runtime.engine.device_opening import check_fit
 from ortolan.runtime.engine.device_slices import SlicedDeviceModel
 from ortolan.runtime.llm import LLM
 from ortolan.runtime.params import EngineConfig
@@ -236,6 +238,18 @@ def test_flavor_that_a_provider_does_not_run_is_refused(
         LLM(Bundle.open(tiny_bundle), EngineConfig(max_context=48))
 
 
+def test_int8_cache_that_a_provider_cannot_read_is_refused(tiny_bundle: Path) -> None:
+    """ONNX Runtime says so at the first call, after minutes of loading."""
+    manifest = replace(
+        Bundle.open(tiny_bundle).manifest, dtypes=Dtypes(activations="float32", kv="int8")
+    )
+    provider = as_device("batch")
+    without = replace(provider, capabilities=replace(provider.capabilities, int8_kv=False))
+    check_fit(provider, manifest, EngineConfig())
+    with pytest.raises(ProviderError, match=r"cannot read the int8 KV cache.*without --kv int8"):
+        check_fit(without, manifest, EngineConfig())
+
+
 @pytest.mark.parametrize("context", [2, 5, 13])
 def test_short_contexts_are_checked_too(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, context: int
@@ -257,7 +271,7 @@ def test_copied_slot_is_kept_by_calls_that_leave_it_out(on_device: LLM) -> None:
     model.prefill(0, [prompt], [0], [[8]])
     model.prefill(3, [prompt[:3]], [0], [[2]])  # what was in the slot before, and how much
     model.cache.copy(0, 3, len(prompt))
-    model.decode(0, [31], [len(prompt)])
+    model.decode(2, [31], [0])
     np.testing.assert_array_equal(model.decode(3, [30], [len(prompt)]).numpy(), wanted)
 
 
