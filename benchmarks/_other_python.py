@@ -7,7 +7,8 @@ import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
-from _ours import Tests
+from _common import Report, Series
+from _ours import Ours, Tests
 
 from ortolan.errors import BenchError
 
@@ -20,7 +21,7 @@ class OtherPython:
     """
 
     def __init__(self, name: str, python: str, script: str, given: list[str], tests: Tests) -> None:
-        self._name = name
+        self.name = name
         child = Path(__file__).with_name(script)
         self._process = subprocess.Popen(
             [python, str(child), *given, json.dumps(asdict(tests))],
@@ -47,8 +48,29 @@ class OtherPython:
         line = self._process.stdout.readline()
         if not line:
             last = self._process.stderr.read().strip().splitlines()[-1:] or ["no message"]
-            raise BenchError(f"{self._name} stopped: {last[0]}")
+            raise BenchError(f"{self.name} stopped: {last[0]}")
         return line
+
+
+def run_in_turn(
+    report: Report, other: OtherPython, mine: Ours, rounds: int, bound: float | None = None
+) -> None:
+    """Rounds of both, which take turns, and how many times as fast ours is in each test.
+
+    Raises BenchError where the other stops.
+    """
+    ours, theirs = [], []
+    for _ in range(rounds):
+        theirs.append(other.run())
+        ours.append(mine.run())
+    other.close()
+    for test, name in enumerate(mine.tests.names()):
+        report.speed(
+            name,
+            Series(f"ortolan {name}", "s", [run[test] for run in ours]),
+            Series(f"{other.name} {name}", "s", [run[test] for run in theirs]),
+            bound,
+        )
 
 
 def check_installed(python: str, module: str, remedy: str) -> None:

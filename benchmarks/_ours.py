@@ -68,7 +68,7 @@ class Ours:
         tests: Tests,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._tests = tests
+        self.tests = tests
         self._clock = clock
         # Slots of 4,096 tokens, as a chat would have; memory follows the tokens in them.
         most = ortolan.Manifest.read(bundle).model.max_context
@@ -80,7 +80,7 @@ class Ours:
 
     def run(self) -> tuple[float, float, float]:
         """Seconds of prefill, of decode, of many rows: medians of the repeats (rows: once)."""
-        repeats = range(self._tests.repeats)
+        repeats = range(self.tests.repeats)
         prefill_s = statistics.median(self._prefill_s() for _ in repeats)
         decode_s = statistics.median(self._decode_s() for _ in repeats)
         return prefill_s, decode_s, self._rows_s()
@@ -95,13 +95,13 @@ class Ours:
         return self.llm.manifest.model.vocab_size
 
     def _prefill_s(self) -> float:
-        ids = self._ids(self._tests.prompt)
+        ids = self._ids(self.tests.prompt)
         began_s = self._clock()
         self.llm.generate([ids], ortolan.SamplingParams(max_tokens=1, temperature=0))
         return self._clock() - began_s
 
     def _decode_s(self) -> float:
-        tokens = self._tests.tokens
+        tokens = self.tests.tokens
         params = ortolan.SamplingParams(max_tokens=tokens + 1, temperature=0, ignore_eos=True)
         events = self.llm.stream([self.llm.tokenizer.bos_id or 0], params)
         next(events)
@@ -111,14 +111,14 @@ class Ours:
 
     def _rows_s(self) -> float:
         """Steps of many rows by the engine, from the first token of the last row on."""
-        if self._tests.rows == 0:
+        if self.tests.rows == 0:
             return 0.0
-        engine, steps = self.llm._running(), self._tests.row_tokens
+        engine, steps = self.llm._running(), self.tests.row_tokens
         # Prompts are read one after the other, so rows make tokens until the last one has its own.
         params = ortolan.SamplingParams(
-            temperature=0, max_tokens=steps + self._tests.rows + 8, ignore_eos=True
+            temperature=0, max_tokens=steps + self.tests.rows + 8, ignore_eos=True
         )
-        prompts = [self._ids(self._tests.row_prompt) for _ in range(self._tests.rows)]
+        prompts = [self._ids(self.tests.row_prompt) for _ in range(self.tests.rows)]
         handles = [engine.submit(Request(ids, params)) for ids in prompts]
         while not all(handle.events for handle in handles):
             engine.step()

@@ -16,14 +16,13 @@ from pathlib import Path
 
 from _common import (
     Report,
-    Series,
     demo_checkpoint,
     make_with,
     ortolan_command,
     parser,
 )
 from _gguf_folder import write_folder
-from _other_python import OtherPython, check_installed
+from _other_python import OtherPython, check_installed, run_in_turn
 from _ours import Ours, Tests, add_arguments
 
 from ortolan.errors import BenchError
@@ -85,21 +84,10 @@ def main() -> int:
         given = [str(genai)]
         theirs_side = OtherPython("onnxruntime-genai", args.python, "_genai_child.py", given, tests)
         ours_side = Ours(bundle, args.threads, tests)
-        ours, theirs = [], []
-        for _ in range(args.rounds):
-            theirs.append(theirs_side.run())
-            ours.append(ours_side.run())
-        theirs_side.close()
+        run_in_turn(report, theirs_side, ours_side, args.rounds, BOUND)
     except BenchError as exc:
         report.skipped = str(exc)
         return report.finish(args.as_json)
-    for test, name in enumerate(tests.names()):
-        report.speed(
-            name,
-            Series(f"ortolan {name}", "s", [run[test] for run in ours]),
-            Series(f"genai {name}", "s", [run[test] for run in theirs]),
-            BOUND,
-        )
     report.notes.append(f"onnxruntime-genai {theirs_side.version}")
     return report.finish(args.as_json)
 

@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from _common import Report, Series, demo_checkpoint, make_with, ortolan_command, parser
-from _other_python import OtherPython, check_installed
+from _common import Report, demo_checkpoint, make_with, ortolan_command, parser
+from _other_python import OtherPython, check_installed, run_in_turn
 from _ours import Ours, Tests, add_arguments
 
 from ortolan.bench.peers.llama_cpp import BENCH, LlamaPrograms
@@ -78,20 +78,10 @@ def main() -> int:
         other = OtherPython("OpenVINO GenAI", args.python, "_openvino_child.py", given, tests)
         clock = time.process_time if args.cpu_time else time.perf_counter
         mine = Ours(bundle, args.threads, tests, clock)
-        ours, theirs = [], []
-        for _ in range(args.rounds):
-            theirs.append(other.run())
-            ours.append(mine.run())
-        other.close()
+        run_in_turn(report, other, mine, args.rounds)
     except BenchError as exc:
         report.skipped = str(exc)
         return report.finish(args.as_json)
-    for test, name in enumerate(tests.names()):
-        report.speed(
-            name,
-            Series(f"ortolan {name}", "s", [run[test] for run in ours]),
-            Series(f"OpenVINO {name}", "s", [run[test] for run in theirs]),
-        )
     report.notes.append(f"openvino-genai {other.version}, attention {args.backend}, {kind} time")
     return report.finish(args.as_json)
 
