@@ -46,6 +46,7 @@ class AsyncStream:
         self._error: OrtolanError | None = None
         self._news = asyncio.Event()
         self._told = False  # whether the loop has been told of what is unread
+        self.begun = False  # whether there was an event; the engine's thread alone knows
         self.on_read: Callable[[TokenEvent], None] = lambda event: None
 
     def cancel(self) -> None:
@@ -261,6 +262,11 @@ class AsyncEngine:
     def _put(self, stream: AsyncStream, event: TokenEvent) -> None:
         stream.put(event)
         self._touched.add(stream)
+        if not stream.begun:
+            # Its prompt was read just now; the step goes on with other prompts and all the rows,
+            # and a first token must not wait for them.
+            stream.begun = True
+            self._wake_readers()
 
     def _end(self, handle: RequestHandle, error: OrtolanError | None) -> None:
         stream = self._streams.pop(handle, None)

@@ -99,6 +99,26 @@ async def test_slow_reader_holds_few_events_and_loses_nothing() -> None:
 
 
 @in_loop
+async def test_first_token_does_not_wait_for_the_step_that_made_it() -> None:
+    """The step still decodes all running rows, which takes longer than to read a short prompt."""
+    async with running() as (front, _):
+        was_read, in_time = threading.Event(), []
+        decode = front._engine._decode.run
+
+        def waits_for_the_reader(*, beside_prompt: bool) -> None:
+            if beside_prompt:
+                in_time.append(was_read.wait(timeout=5))
+            decode(beside_prompt=beside_prompt)
+
+        front._engine._decode.run = waits_for_the_reader  # type: ignore[method-assign]
+        stream = await front.submit(request(4))
+        await anext(stream)
+        was_read.set()
+        await read(stream)
+        assert in_time == [True]
+
+
+@in_loop
 async def test_cancelled_stream_ends_with_an_error() -> None:
     """Every stream ends with a finish reason or an error (vllm#52852)."""
     async with running() as (front, _):
