@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from _cores import round_trip_ns
+
 from ortolan.bench.machine import OtherWork, cpu_info
 from ortolan.errors import BenchError
 from ortolan.runtime.machine import usable_cores
@@ -79,6 +81,7 @@ class Report:
 
     def __post_init__(self) -> None:
         self._others = OtherWork()
+        self._round_trips = [round_trip_ns()]
 
     def speed(self, what: str, ours: Series, theirs: Series, bound: float | None = None) -> None:
         """How many times as fast we are, from seconds taken in alternation, one of each a round.
@@ -117,6 +120,8 @@ class Report:
 
     def _machine(self) -> dict[str, Any]:
         busy = self._others.cores()
+        self._round_trips.append(round_trip_ns())
+        trips = [f"{trip:.0f} ns" for trip in self._round_trips if trip is not None]
         return {
             "cpu": cpu_info()[0],
             "cores": usable_cores(),
@@ -125,6 +130,8 @@ class Report:
             "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
             # Near 0 on a quiet machine; where it is not, believe no absolute number.
             "cores busy with something else": "unknown" if busy is None else round(busy, 2),
+            # Before and after. Where it is long, two threads lose, ours more than llama.cpp's.
+            "a byte to the other core and back": ", ".join(trips) or "unknown",
         }
 
 

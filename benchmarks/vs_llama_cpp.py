@@ -41,6 +41,7 @@ class Bounds:
     rows: float | None
 
 
+QUANTIZE = "llama-quantize"
 PUBLISHED_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PUBLISHED = Bounds(prefill=2.8, decode=1.0, rows=2.2)
 OTHER = Bounds(None, None, None)
@@ -54,6 +55,16 @@ def source_file(given: Path | None, manifest: ortolan.Manifest) -> Path:
     if digest != manifest.source.sha256:
         raise BenchError(f"{given.name} is not the file that the bundle was exported from")
     return given
+
+
+def requantized(programs: LlamaPrograms, gguf: Path, folder: Path, kind: str) -> Path:
+    """The model in llama.cpp's format `kind` ("Q4_0"), with the head that llama-quantize gives it.
+
+    `programs` has to know QUANTIZE.
+    """
+    file = folder / f"{kind}.gguf"
+    programs.run(QUANTIZE, "--allow-requantize", gguf, file, kind)
+    return file
 
 
 def add_arguments(made: argparse.ArgumentParser) -> None:

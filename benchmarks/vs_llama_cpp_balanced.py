@@ -18,29 +18,20 @@ from pathlib import Path
 
 from _common import Check, Report, Series, parser
 from _ours import Ours, Tests
-from vs_llama_cpp import add_arguments, source_file, theirs_s
+from vs_llama_cpp import QUANTIZE, add_arguments, requantized, source_file, theirs_s
 
 import ortolan
 from ortolan.bench.peers.llama_cpp import BATCHED, BENCH, LlamaPrograms
 from ortolan.errors import BenchError
 from ortolan.export.presets import PRESETS
 
-QUANTIZE = "llama-quantize"
+KINDS = ("Q8_0", "Q4_0")
 # How many times as fast as each file; None: no bound. Rows: as the faster of the two.
 BOUNDS = {
     "prefill": {"Q8_0": 1.7, "Q4_0": 1.2},
     "decode": {"Q8_0": 1.0, "Q4_0": None},
 }
 ROWS_BOUND = 1.1
-
-
-def made_files(programs: LlamaPrograms, gguf: Path, folder: Path) -> dict[str, Path]:
-    """Q8_0 and Q4_0 of the model, each with the head that llama-quantize gives it."""
-    files = {}
-    for kind in ("Q8_0", "Q4_0"):
-        files[kind] = folder / f"{kind}.gguf"
-        programs.run(QUANTIZE, "--allow-requantize", gguf, files[kind], kind)
-    return files
 
 
 def check_accuracy(report: Report, manifest: ortolan.Manifest) -> None:
@@ -109,7 +100,7 @@ def main() -> int:
             tempfile.TemporaryDirectory() as folder,
             closing(LlamaPrograms(args.llama_bin, (BENCH, BATCHED, QUANTIZE))) as programs,
         ):
-            files = made_files(programs, gguf, Path(folder))
+            files = {kind: requantized(programs, gguf, Path(folder), kind) for kind in KINDS}
             report_ratios(report, *measured(args, files, programs))
     except BenchError as exc:
         report.skipped = str(exc)

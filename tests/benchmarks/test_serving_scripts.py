@@ -55,17 +55,21 @@ def row(rates: list[float], lost: int, ratio: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("speed", "wait", "lost", "passed"),
+    ("speed", "same_file", "wait", "lost", "passed"),
     [
-        (1.9, 2.1, 0, [True, True, True]),
-        (1.7, 2.1, 0, [False, True, True]),
-        (1.9, 1.9, 0, [True, False, True]),
-        (1.9, 2.1, 1, [True, True, False]),
+        (1.9, True, 2.1, 0, [True, True, True]),
+        (1.7, True, 2.1, 0, [False, True, True]),
+        (1.7, False, 2.1, 0, [True, True, True]),
+        (1.4, False, 2.1, 0, [False, True, True]),
+        (1.9, True, 1.9, 0, [True, False, True]),
+        (1.9, True, 2.1, 1, [True, True, False]),
     ],
 )
-def test_each_bound_is_judged(speed: float, wait: float, lost: int, passed: list[bool]) -> None:
+def test_each_bound_is_judged(
+    speed: float, same_file: bool, wait: float, lost: int, passed: list[bool]
+) -> None:
     """The report's ratios are above one where we are better; the bound on the wait is below."""
     ratio = {"tokens_per_s": {"median": speed}, "ttft": {"median": wait}}
     report = Report("claim")
-    judge(report, [row([2.0], lost, None), row([1.0], 0, ratio)])
+    judge(report, [row([2.0], lost, None), row([1.0], 0, ratio)], same_file=same_file)
     assert [check.passed for check in report.checks] == [*passed, None]
