@@ -28,7 +28,7 @@ from ortolan.export.precision import (
     rounded_from,
 )
 from ortolan.export.publish import published_folder
-from ortolan.export.smooth import has_w8a8, smoothed
+from ortolan.export.smooth import channel_scales, has_w8a8, smoothed
 from ortolan.export.sources import find_source, source_name
 from ortolan.export.tokenizer import tokenizer_files
 from ortolan.export.weights_file import WeightsFile
@@ -143,7 +143,7 @@ def export_bundle(
             str(options.calibration or "the shipped text"),
         )
     if by_inputs:
-        phases = [_calibrated(phase, config, windows, options, progress) for phase in phases]
+        phases = _calibrated(phases, config, windows, options, progress)
     scales = kv_scales(checkpoint, config, windows) if dtypes.kv == "int8" else {}
 
     with published_folder(target, force=options.force, replaceable=_BUNDLE_NAMES) as folder:
@@ -176,18 +176,25 @@ def export_bundle(
 
 
 def _calibrated(
-    phase: Phase,
+    phases: Sequence[Phase],
     config: ModelConfig,
     windows: Ids,
     options: ExportOptions,
     progress: Progress | None,
-) -> Phase:
-    """The phase with its weights made for what they read on the calibration text."""
-    if has_w8a8(phase):
-        return smoothed(phase, config, windows, progress)
-    if options.quantization.calibrate:
-        return calibrated(phase, config, windows, options.quantization, progress)
-    return phase
+) -> list[Phase]:
+    """The phases with their weights made for what they read on the calibration text."""
+    scales = channel_scales(phases[0].checkpoint, config, windows, progress)
+    made = [smoothed(phase, config, scales) for phase in phases]
+    if not options.quantization.calibrate:
+        return made
+    return [
+        # Products of integers are smoothed and no more: to make their weights up for each other
+        # gained nothing that could be measured (docs/presets.md).
+        phase
+        if has_w8a8(phase)
+        else calibrated(phase, config, windows, options.quantization, progress)
+        for phase in made
+    ]
 
 
 def open_checkpoint(path: Path, max_context: int | None) -> GgufCheckpoint | HfCheckpoint:

@@ -13,6 +13,7 @@ from ortolan.graphs.formats import (
     W8A8,
     Formats,
     WeightFormat,
+    layer_name,
     weight_shapes,
 )
 from ortolan.graphs.manifest import ModelConfig
@@ -21,7 +22,10 @@ WeightsChoice = Literal["source", "float32", "int8", "int4", "w8a8", "blocks"]
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 DEFAULT_BLOCK_SIZE = 32
-_IN_BLOCKS = ("mlp.down_proj",)  # beside w8a8
+# Beside w8a8: what these read has the largest numbers of all in the first layers and in the last,
+# where a loss is either carried through all others or made up for by none (docs/presets.md).
+_IN_BLOCKS = "mlp.down_proj"
+_SHARE_IN_BLOCKS = 1 / 10  # of the layers, at either end
 _ROUNDED = ("int8", "int4", "blocks", "w8a8")
 
 
@@ -93,20 +97,21 @@ def choose_formats(
         )
     _check_used(weights, quantization, list(choices.values()))
     shapes = weight_shapes(config)
-    if weights == "w8a8":
-        # What these read has no norm before it that could be scaled, and loses most.
-        choices |= {
-            name: "source" if fmt.blocked else "blocks"
-            for name, fmt in source.items()
-            if name.endswith(_IN_BLOCKS)
-        }
+    in_blocks = _beside_w8a8(config.num_layers)
     return {
-        name: _format(choices.get(name, weights), fmt, quantization)
+        name: _format(choices.get(name, weights), fmt, quantization, name in in_blocks)
         # Norms and biases are few, and computed in float32 whatever they are stored in.
         if len(shapes[name]) == 2
         else fmt
         for name, fmt in source.items()
     }
+
+
+def _beside_w8a8(layers: int) -> frozenset[str]:
+    """Names of the matrices that stay in blocks where the others are multiplied as integers."""
+    end = max(1, round(layers * _SHARE_IN_BLOCKS))
+    chosen = {*range(layers)[:end], *range(layers)[-end:]}
+    return frozenset(layer_name(layer, _IN_BLOCKS) for layer in chosen)
 
 
 def _table_default(weights: WeightsChoice) -> WeightsChoice:
@@ -150,15 +155,16 @@ def _check_used(
 
 
 def _format(
-    choice: WeightsChoice, source: WeightFormat, quantization: Quantization
+    choice: WeightsChoice, source: WeightFormat, quantization: Quantization, in_blocks: bool
 ) -> WeightFormat:
+    """in_blocks: not to be w8a8."""
     if choice == "source":
         return source
     if choice == "blocks" and source.blocked and not source.affine:
         return source
     if choice == "float32":
         return FLOAT32
-    if choice == "w8a8":
+    if choice == "w8a8" and not in_blocks:
         return W8A8
     block_size = quantization.block_size or DEFAULT_BLOCK_SIZE
     dtype: Literal["int4", "int8"] = "int4" if choice == "int4" else "int8"

@@ -1,10 +1,10 @@
 """Weights made fit for 8-bit activations: what is large in few channels is shared with the weights.
 
-A token's activations have one scale, so a few large channels leave few steps to all others. With
-x W = (x / s) (s W), a scale s for each channel moves some of that into the weights, at no cost
-where a norm makes x: its weights are scaled. What is read from the attention is left as it is: to
-scale it, values in the KV cache would have to be scaled, and the other phase reads them too. What
-`down` reads could be had by scaling `up`, and would still lose most of all: it stays in blocks.
+Where a few channels are large, few steps are left to the others that share a scale with them, in
+a token or a block. With x W = (x / s) (s W), a scale s for each channel moves some of that into the
+weights, at no cost where x is made by a norm, whose weights are scaled, or by the rows of `up`.
+What is read from the attention is left as it is: to scale it, values in the KV cache would have to
+be scaled, and the other phase reads them too.
 Source: Xiao et al. 2022, arXiv:2211.10438. Its s = max|x|^a / max|W|^(1-a) takes largest numbers;
 root mean squares with a = 1/2, which balance the rounding errors of both factors, lost a third less
 on SmolLM2 (docs/presets.md).
@@ -12,7 +12,7 @@ on SmolLM2 (docs/presets.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,6 +30,9 @@ from ortolan.export.weights import Weight
 from ortolan.export.write_weights import Checkpoint
 from ortolan.graphs.formats import FLOAT32, WeightFormat, layer_name, layer_norms
 from ortolan.graphs.manifest import ModelConfig
+
+# By tap, a factor for each channel [K].
+Scales = Mapping[Tap, Floats]
 
 _TINY = 1e-6  # of a root mean square: a channel that is always zero is not divided by zero
 # A scale beyond this says that a channel is all but dead, and is not worth its float range.
@@ -78,25 +81,38 @@ def has_w8a8(phase: Phase) -> bool:
     return any(fmt.w8a8 for fmt in phase.formats.values())
 
 
-def smoothed(
-    phase: Phase, config: ModelConfig, windows: Ids, progress: Progress | None = None
-) -> Phase:
-    """The phase with its W8A8 weights smoothed.
+def channel_scales(
+    checkpoint: Checkpoint, config: ModelConfig, windows: Ids, progress: Progress | None = None
+) -> list[Scales]:
+    """For each layer, what the channels of each tap would best be divided by.
 
     windows: token ids of a calibration text [windows, chunk]. One layer's weights, and what it
     reads, are in memory at a time. Raises what `LayerRunner` raises.
     """
-    runner = LayerRunner(phase.checkpoint, config, windows)
+    runner = LayerRunner(checkpoint, config, windows)
     hidden = runner.embedded()
-    folds: dict[str, Fold] = {}
+    found: list[Scales] = []
     for layer in range(config.num_layers):
         if progress is not None:
             progress(f"smoothing layer {layer}", layer, config.num_layers)
         weights = runner.weights(layer)
         seen = _Seen()
         hidden = runner.run(layer, weights, hidden, seen.add)
-        scales = _scales(phase, config, layer, weights, seen)
-        folds |= _folds(config, layer, scales)
+        found.append({tap: _scale(tap, weights, seen) for tap in _makers(config)})
+    return found
+
+
+def smoothed(phase: Phase, config: ModelConfig, scales: Sequence[Scales]) -> Phase:
+    """The phase with those weights smoothed that are rounded to 8 bits in it.
+
+    scales: see `channel_scales`. What is kept as the source has it stays so, and what it reads.
+    """
+    folds: dict[str, Fold] = {}
+    for layer, of_layer in enumerate(scales):
+        used = {tap: scale for tap, scale in of_layer.items() if _usable(phase, config, layer, tap)}
+        folds |= _folds(config, layer, used)
+    if not folds:
+        return phase
     made = phase.made | folds.keys()
     return replace(phase, checkpoint=FoldedCheckpoint(phase.checkpoint, folds), made=made)
 
@@ -117,36 +133,52 @@ class _Seen:
         return np.asarray(np.sqrt(self._sums[tap] / self._rows), np.float32)
 
 
-def _makers(config: ModelConfig) -> dict[Tap, str | None]:
-    """The norm that makes what each tap sees, if there is one."""
+def _makers(config: ModelConfig) -> dict[Tap, tuple[str, ...]]:
+    """The weights by whose rows each tap's channels are scaled; none where there is no norm."""
     norms = layer_norms(config)
-    return {"attention_in": norms.attention_in, "mlp_in": norms.mlp_in}
+    up = ("mlp.up_proj", "mlp.up_proj.bias") if config.mlp_bias else ("mlp.up_proj",)
+    return {
+        "attention_in": (norms.attention_in,) if norms.attention_in else (),
+        "mlp_in": (norms.mlp_in,) if norms.mlp_in else (),
+        "mlp_down": up,
+    }
 
 
-def _scales(
-    phase: Phase, config: ModelConfig, layer: int, weights: LayerWeights, seen: _Seen
-) -> dict[Tap, Floats]:
-    """What the channels of each tap are divided by, where they can be."""
-    scales: dict[Tap, Floats] = {}
-    for tap, maker in _makers(config).items():
-        readers = TAPS[tap]
-        if maker is None or not all(phase.formats[layer_name(layer, r)].w8a8 for r in readers):
-            continue
-        x = np.maximum(seen.root_mean_square(tap), _TINY)
-        joined = np.concatenate([weights[reader] for reader in readers])
-        w = np.maximum(np.sqrt(np.mean(np.square(joined), 0)), _TINY)
-        scale = np.sqrt(x / w)
-        middle = np.median(scale)
-        scales[tap] = np.clip(scale, middle / _MOST, middle * _MOST)
-    return scales
+def _usable(phase: Phase, config: ModelConfig, layer: int, tap: Tap) -> bool:
+    """Whether the tap's channels can be scaled, and are read by what is rounded to 8 bits."""
+    source = phase.checkpoint.formats
+    makers = _makers(config)[tap]
+
+    def rounded(part: str) -> bool:
+        name = layer_name(layer, part)
+        return phase.formats[name] != source[name]
+
+    def to_codes_of_8_bits(part: str) -> bool:
+        return rounded(part) and phase.formats[layer_name(layer, part)].dtype == "int8"
+
+    matrices = [maker for maker in makers if maker.endswith("_proj")]
+    return bool(makers) and all(map(rounded, matrices)) and all(map(to_codes_of_8_bits, TAPS[tap]))
 
 
-def _folds(config: ModelConfig, layer: int, scales: Mapping[Tap, Floats]) -> dict[str, Fold]:
+def _scale(tap: Tap, weights: LayerWeights, seen: _Seen) -> Floats:
+    """The square root of what is read over the weights that read it, by root mean squares."""
+    x = np.maximum(seen.root_mean_square(tap), _TINY)
+    joined = np.concatenate([weights[reader] for reader in TAPS[tap]])
+    w = np.maximum(np.sqrt(np.mean(np.square(joined), 0)), _TINY)
+    scale = np.sqrt(x / w)
+    middle = np.median(scale)
+    return np.asarray(np.clip(scale, middle / _MOST, middle * _MOST), np.float32)
+
+
+def _folds(config: ModelConfig, layer: int, scales: Scales) -> dict[str, Fold]:
     """The layer's scaled weights."""
-    folds: dict[str, Fold] = {}
-    for tap, scale in scales.items():
-        norm = _makers(config)[tap]
-        assert norm is not None
-        folds[layer_name(layer, norm)] = Fold(rows=np.asarray(1 / scale, np.float32))
-        folds |= {layer_name(layer, reader): Fold(columns=scale) for reader in TAPS[tap]}
-    return folds
+    rows = {
+        maker: np.asarray(1 / scale, np.float32)
+        for tap, scale in scales.items()
+        for maker in _makers(config)[tap]
+    }
+    columns = {reader: scale for tap, scale in scales.items() for reader in TAPS[tap]}
+    return {
+        layer_name(layer, name): Fold(rows.get(name), columns.get(name))
+        for name in rows.keys() | columns.keys()
+    }

@@ -145,11 +145,12 @@ def _joined(
     inputs: int,
     formats: Formats,
     bias: bool,
+    apart: bool = False,
 ) -> tuple[Projection, ...]:
     """One projection for all parts where their formats agree, else one for each."""
     names = {part: layer_name(layer, f"{block}.{part}") for part in parts}
     kinds = {formats[name] for name in names.values()}
-    if len(kinds) == 1:
+    if len(kinds) == 1 and not apart:
         name = layer_name(layer, f"{block}.{joint}")
         return (
             Projection(
@@ -166,7 +167,8 @@ def _joined(
 class LayerPlan:
     """The projections of one decoder layer. `qkv` and `gate_up` hold one entry when joined.
 
-    Joining is exact: every output column keeps its own codes, scales and offsets.
+    Joining is exact: every output column keeps its own codes, scales and offsets. Integer products
+    of gate and up share what is rounded anyway, and stay apart: no node need split their outputs.
     affine: whether the model has offsets, in this layer or another.
     """
 
@@ -189,10 +191,13 @@ def plan_layer(config: ModelConfig, formats: Formats, layer: int) -> LayerPlan:
 
     qkv = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
     gate_up = {"gate_proj": inner, "up_proj": inner}
+    apart = all(formats[layer_name(layer, f"mlp.{part}")].w8a8 for part in gate_up)
     return LayerPlan(
         qkv=_joined(layer, "self_attn", "qkv_proj", qkv, hidden, formats, config.qkv_bias),
         attention_out=single("self_attn.o_proj", q_width, hidden, config.attention_out_bias),
-        gate_up=_joined(layer, "mlp", "gate_up_proj", gate_up, hidden, formats, config.mlp_bias),
+        gate_up=_joined(
+            layer, "mlp", "gate_up_proj", gate_up, hidden, formats, config.mlp_bias, apart
+        ),
         down=single("mlp.down_proj", inner, hidden, config.mlp_bias),
         affine=any(fmt.affine for name, fmt in formats.items() if name.startswith(LAYERS)),
     )

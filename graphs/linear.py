@@ -16,7 +16,7 @@ from ortolan.graphs.formats import Projection, WeightFormat
 MICROSOFT = "com.microsoft"
 
 _TOKEN_STEPS = 127  # between zero and a token's largest number
-_SMALLEST_SCALE = 1e-30  # so that a token of zeros is not divided by zero
+_SMALLEST = 1e-30  # so that a token of zeros is not divided by zero
 ONNX_DTYPES = {
     "float32": ir.DataType.FLOAT,
     "float16": ir.DataType.FLOAT16,
@@ -53,10 +53,13 @@ def row_block_sums(op: Any, x: ir.Value, inputs: int, block_size: int) -> ir.Val
 
 @dataclass(frozen=True)
 class TokenCodes:
-    """x [..., K] as codes uint8, 128 standing for 0, and a scale for each token [..., 1]."""
+    """x [..., K] as codes uint8, 128 standing for 0, and what 127 steps from there stand for.
+
+    largest: of each token [..., 1].
+    """
 
     codes: ir.Value
-    scale: ir.Value
+    largest: ir.Value
 
 
 def round_tokens(op: Any, x: ir.Value) -> TokenCodes:
@@ -65,12 +68,13 @@ def round_tokens(op: Any, x: ir.Value) -> TokenCodes:
     No token's codes depend on those beside it. The product of codes is one of integers, so its
     bits do not depend on the number of rows either. Steps from -127 to 127 lie around a zero point:
     ONNX Runtime is slow where the first factor is signed. Dividing and then rounding by one scale
-    takes as long as QuantizeLinear along an axis, which wants two dimensions.
+    takes as long as QuantizeLinear along an axis, which wants two dimensions. In a step of one
+    token each node here costs as much as its arithmetic, so there are few.
     """
-    largest = op.Max(op.ReduceMax(x, [-1]), op.Neg(op.ReduceMin(x, [-1])), _SMALLEST_SCALE)
-    scale = op.Mul(largest, 1 / _TOKEN_STEPS)
-    one = op.Constant(value_float=1.0)
-    return TokenCodes(op.QuantizeLinear(op.Div(x, scale), one, _token_zero(op)), scale)
+    smallest = op.Constant(value_float=_SMALLEST)
+    largest = op.Max(op.ReduceMax(op.Abs(x), [-1]), smallest)
+    step = op.Constant(value_float=1 / _TOKEN_STEPS)
+    return TokenCodes(op.QuantizeLinear(op.Div(x, largest), step, _token_zero(op)), largest)
 
 
 def _token_zero(op: Any) -> ir.Value:
@@ -113,8 +117,10 @@ class Linear(nn.Module):
 
     def _integer_product(self, op: Any, tokens: TokenCodes) -> ir.Value:
         y = op.MatMulInteger(tokens.codes, self.weight, _token_zero(op))
-        # In this order of products, and with the scales multiplied first, it fuses.
-        scale = op.Mul(tokens.scale, self.weight_scale)
+        # In this order of products, and with the scales multiplied first, it fuses. The weights'
+        # scales of a step are folded to a constant at load.
+        step = op.Mul(self.weight_scale, op.Constant(value_float=1 / _TOKEN_STEPS))
+        scale = op.Mul(tokens.largest, step)
         return op.Mul(op.Cast(y, to=ir.DataType.FLOAT), scale)
 
     def _product(self, op: Any, x: ir.Value, sums: ir.Value | None) -> ir.Value:

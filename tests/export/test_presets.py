@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tiny_llama import write_tiny_gguf
+from tiny_llama import Shape, write_tiny_gguf
 
 from ortolan.export.exporter import ExportOptions, export_bundle
 from ortolan.export.presets import PRESETS, Bound, broken_promise
@@ -38,7 +38,8 @@ def test_bound_says_what_exceeds_it(mean_kl: float, top1: float, said: str | Non
 @pytest.fixture(scope="module")
 def balanced(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     folder = tmp_path_factory.mktemp("presets")
-    source = write_tiny_gguf(folder / "tiny.gguf", types={"*": "Q4_1", "token_embd*": "Q8_0"})
+    types = {"*": "Q4_1", "token_embd*": "Q8_0"}
+    source = write_tiny_gguf(folder / "tiny.gguf", types=types, shape=Shape(layers=3))
     options = ExportOptions(preset="balanced", **PRESETS["balanced"].options())
     return export_bundle(str(source), folder / "bundle", options)
 
@@ -58,19 +59,19 @@ def test_balanced_has_weights_for_each_phase(balanced: Manifest) -> None:
     assert balanced.preset == "balanced"
     assert balanced.phases_differ
     precisions = {(g.phase, g.precision) for g in balanced.weights if g.role == "mlp"}
-    assert ("decode", "int8 block 32") in precisions
-    # The last product, which would lose most, is the source's own.
+    assert {kind for phase, kind in precisions if phase == "decode"} == {"int8 block 64"}
+    # The last product of some layers, which would lose most, stays in blocks.
     prefill = {kind for phase, kind in precisions if phase == "prefill"}
-    assert prefill == {str(W8A8), "int4 block 32 + offsets"}
+    assert prefill == {str(W8A8), "int8 block 64"}
 
 
-@pytest.mark.parametrize("name", ["fast", "small"])
-def test_small_blocks_are_calibrated(name: str, tmp_path: Path) -> None:
-    """Rounded to nearest, blocks of 128 would lose too much."""
+@pytest.mark.parametrize(("name", "block_size"), [("fast", 64), ("small", 128)])
+def test_small_blocks_are_calibrated(name: str, block_size: int, tmp_path: Path) -> None:
+    """Rounded to nearest, blocks of four bits would lose too much."""
     source = write_tiny_gguf(tmp_path / "tiny.gguf")
     options = ExportOptions(**PRESETS[name].options())  # type: ignore[index]
     made = export_bundle(str(source), tmp_path / "bundle", options)
     assert options.quantization.calibrate
     decode = {g.precision for g in made.weights if g.role == "mlp" and g.phase in ("", "decode")}
-    assert decode == {"int4 block 128"}
+    assert decode == {f"int4 block {block_size}"}
     assert next(g.precision for g in made.weights if g.role == "embedding").startswith("int8")

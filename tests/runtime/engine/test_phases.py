@@ -36,7 +36,7 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("phases")
-    shape = Shape(context=CONTEXT)
+    shape = Shape(context=CONTEXT, layers=3)  # of which one has its last product in w8a8
     types = {"*": "Q4_1", "token_embd*": "Q8_0"}
     source = write_tiny_gguf(folder / "tiny.gguf", types=types, shape=shape)
     for name, options in OPTIONS.items():
@@ -51,6 +51,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("mixed", "decode"),
         ("mixed", "decode_many"),
         ("balanced", "decode"),
+        ("balanced", "decode_many"),
     ],
     ids="-".join,
 )
