@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from tiny_llama import Shape, write_tiny_gguf
 
-from ortolan.export.exporter import ExportOptions, export_bundle
+from ortolan.export import exporter
+from ortolan.export.exporter import ExportOptions, export_bundle, open_checkpoint
+from ortolan.export.phases import Phase
+from ortolan.export.precision import choose_formats
 from ortolan.export.presets import PRESETS, Bound, broken_promise
-from ortolan.graphs.formats import W8A8
+from ortolan.graphs.formats import FLOAT32, W8A8, WeightFormat, layer_name, weight_shapes
 from ortolan.graphs.manifest import AccuracyReport, Manifest, TextAccuracy
 
 
@@ -63,6 +66,35 @@ def test_balanced_has_weights_for_each_phase(balanced: Manifest) -> None:
     # The last product of some layers, which would lose most, stays in blocks.
     prefill = {kind for phase, kind in precisions if phase == "prefill"}
     assert prefill == {str(W8A8), "int8 block 64"}
+
+
+@pytest.mark.parametrize(("layers", "at_either_end"), [(2, 1), (3, 1), (20, 2), (30, 3), (80, 8)])
+def test_first_and_last_layers_keep_blocks(tmp_path: Path, layers: int, at_either_end: int) -> None:
+    """They lose most (docs/presets.md); the others' last products are most of what is gained."""
+    tiny = open_checkpoint(write_tiny_gguf(tmp_path / "tiny.gguf"), None).config
+    config = dataclasses.replace(tiny, num_layers=layers)
+    source = dict.fromkeys(weight_shapes(config), FLOAT32)
+    formats = choose_formats(source, config, "w8a8", PRESETS["balanced"].quantization)
+    found = [formats[layer_name(layer, "mlp.down_proj")] for layer in range(layers)]
+    end = [WeightFormat("int8", 64)] * at_either_end
+    assert found == [*end, *[W8A8] * (layers - 2 * at_either_end), *end]
+
+
+def test_only_phases_in_blocks_are_calibrated_beyond_smoothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a phase of integers some blocks remain, of 8 bits: minutes that nothing came of."""
+    rounded = []
+
+    def calibrated(phase: Phase, *args: object) -> Phase:
+        rounded.append(phase.name)
+        return phase
+
+    monkeypatch.setattr(exporter, "calibrated", calibrated)
+    source = write_tiny_gguf(tmp_path / "tiny.gguf")
+    options = ExportOptions(**PRESETS["fast"].options())
+    export_bundle(str(source), tmp_path / "bundle", options)
+    assert rounded == ["decode"]
 
 
 @pytest.mark.parametrize(("name", "block_size"), [("fast", 64), ("small", 128)])

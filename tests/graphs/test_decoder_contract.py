@@ -17,7 +17,7 @@ from tiny_llama import write_tiny_gguf
 from ortolan.export.exporter import ExportOptions, export_bundle
 from ortolan.graphs import contract as c
 from ortolan.graphs.build import build_decoder_graph, decoder_contract
-from ortolan.graphs.formats import EMBEDDING, FLOAT32, LM_HEAD, plan_layer
+from ortolan.graphs.formats import EMBEDDING, FLOAT32, LM_HEAD, W8A8, plan_layer
 from ortolan.graphs.manifest import WEIGHTS_NAME, Manifest, ModelConfig
 
 DECODERS = (c.DECODE, c.PREFILL, c.PREFILL_RAGGED)
@@ -239,6 +239,14 @@ def test_projections_join_only_where_formats_agree() -> None:
     plan = plan_layer(tiny_config(), formats, 0)
     assert [p.outputs for p in plan.qkv] == [64, 32, 32]
     assert [len(p.parts) for p in plan.gate_up] == [2]
+
+    # Products of integers share their input's codes, and a joined output would have to be split.
+    plan = plan_layer(tiny_config(), dict.fromkeys(formats, W8A8), 0)
+    assert [p.widths for p in plan.qkv] == [(64, 32, 32)]
+    assert [p.name for p in plan.gate_up] == [
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.0.mlp.up_proj",
+    ]
 
 
 def test_builder_refuses_a_tensor_of_another_shape_and_a_missing_one() -> None:

@@ -170,6 +170,8 @@ def test_many_slots_decode_with_prefills_weights(bundles: dict[str, Path]) -> No
     """The choice is the engine's, made once, so that it is no matter of who else runs."""
     mixed = Manifest.read(bundles["mixed"])
     assert decode_graph(mixed, EngineConfig(max_slots=1)) == "decode"
+    assert decode_graph(mixed, EngineConfig(max_slots=7)) == "decode"
+    assert decode_graph(mixed, EngineConfig(max_slots=8)) == "decode_many"
     assert decode_graph(mixed, EngineConfig(max_slots=16)) == "decode_many"
     assert decode_graph(mixed, EngineConfig(max_slots=16, decode_graph="decode")) == "decode"
     assert decode_graph(Manifest.read(bundles["w8a8"]), EngineConfig(max_slots=16)) == "decode"
