@@ -55,8 +55,8 @@ def calibration_windows(
     """
     if "tokenizer.json" not in texts:
         raise CheckpointError(
-            "weights cannot be calibrated: the checkpoint has no tokenizer to read a text with; "
-            "add its tokenizer.json, or leave --calibrate out"
+            "weights cannot be calibrated, nor made w8a8: the checkpoint has no tokenizer to read "
+            "a text with; add its tokenizer.json, or leave out --calibrate, w8a8 and their presets"
         )
     library = tokenizers.Tokenizer.from_str(texts["tokenizer.json"].decode())
     library.no_truncation()

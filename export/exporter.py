@@ -28,7 +28,13 @@ from ortolan.export.precision import (
     rounded_from,
 )
 from ortolan.export.publish import published_folder
-from ortolan.export.smooth import channel_scales, has_w8a8, smoothed
+from ortolan.export.smooth import (
+    can_be_smoothed,
+    channel_scales,
+    has_integer_layers,
+    has_w8a8,
+    smoothed,
+)
 from ortolan.export.sources import find_source, source_name
 from ortolan.export.tokenizer import tokenizer_files
 from ortolan.export.weights_file import WeightsFile
@@ -183,18 +189,18 @@ def _calibrated(
     progress: Progress | None,
 ) -> list[Phase]:
     """The phases with their weights made for what they read on the calibration text."""
-    scales = channel_scales(phases[0].checkpoint, config, windows, progress)
-    made = [smoothed(phase, config, scales) for phase in phases]
+    made = list(phases)
+    if any(can_be_smoothed(phase, config) for phase in phases):
+        scales = channel_scales(phases[0].checkpoint, config, windows, progress)
+        made = [smoothed(phase, config, scales) for phase in phases]
     if not options.quantization.calibrate:
         return made
-    return [
+    for i, phase in enumerate(made):
         # Products of integers are smoothed and no more: to make their weights up for each other
         # gained nothing that could be measured (docs/presets.md).
-        phase
-        if has_w8a8(phase)
-        else calibrated(phase, config, windows, options.quantization, progress)
-        for phase in made
-    ]
+        if not has_integer_layers(phase):
+            made[i] = calibrated(phase, config, windows, options.quantization, progress)
+    return made
 
 
 def open_checkpoint(path: Path, max_context: int | None) -> GgufCheckpoint | HfCheckpoint:

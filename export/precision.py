@@ -83,7 +83,7 @@ def choose_formats(
 
     Raises UsageError if the choices contradict each other or the model.
     """
-    choices = {
+    choices: dict[str, WeightsChoice] = {
         EMBEDDING: quantization.embedding or _table_default(weights),
         LM_HEAD: quantization.lm_head or _table_default(weights),
     }
@@ -97,9 +97,10 @@ def choose_formats(
         )
     _check_used(weights, quantization, list(choices.values()))
     shapes = weight_shapes(config)
-    in_blocks = _beside_w8a8(config.num_layers)
+    if weights == "w8a8":
+        choices |= dict.fromkeys(_beside_w8a8(config.num_layers), "blocks")
     return {
-        name: _format(choices.get(name, weights), fmt, quantization, name in in_blocks)
+        name: _format(choices.get(name, weights), fmt, quantization)
         # Norms and biases are few, and computed in float32 whatever they are stored in.
         if len(shapes[name]) == 2
         else fmt
@@ -155,16 +156,15 @@ def _check_used(
 
 
 def _format(
-    choice: WeightsChoice, source: WeightFormat, quantization: Quantization, in_blocks: bool
+    choice: WeightsChoice, source: WeightFormat, quantization: Quantization
 ) -> WeightFormat:
-    """in_blocks: not to be w8a8."""
     if choice == "source":
         return source
     if choice == "blocks" and source.blocked and not source.affine:
         return source
     if choice == "float32":
         return FLOAT32
-    if choice == "w8a8" and not in_blocks:
+    if choice == "w8a8":
         return W8A8
     block_size = quantization.block_size or DEFAULT_BLOCK_SIZE
     dtype: Literal["int4", "int8"] = "int4" if choice == "int4" else "int8"

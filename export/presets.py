@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -16,7 +17,8 @@ PresetName = Literal["exact", "balanced", "fast", "small"]
 class Bound:
     """What a bundle may lose, over all texts of its accuracy report: see TextAccuracy.
 
-    mean_kl: at most so many nats; top1: at least this share of equal likeliest tokens.
+    mean_kl: at most so many nats; top1: at least this share of equal likeliest tokens, but for two
+    standard errors of a share over so many tokens. Bundles of equal divergence scatter as much.
     """
 
     mean_kl: float
@@ -28,7 +30,8 @@ class Bound:
         found = []
         if not total.mean_kl <= self.mean_kl:
             found.append(f"mean KL is {total.mean_kl:.2g}, at most {self.mean_kl:g} is promised")
-        if not total.top1_agreement >= self.top1:
+        error = math.sqrt(self.top1 * (1 - self.top1) / max(1, total.tokens))
+        if not total.top1_agreement >= self.top1 - 2 * error:
             found.append(
                 f"the likeliest token is the same for {total.top1_agreement:.1%}, at least "
                 f"{self.top1:.0%} is promised"
@@ -70,14 +73,14 @@ PRESETS: Mapping[PresetName, Preset] = {
         bound=Bound(mean_kl=0.01, top1=0.94),
     ),
     "balanced": Preset(
-        summary="prompts twice as fast, for a loss that is hard to see",
+        summary="faster, for a loss that is hard to see",
         prefill="w8a8",
         decode="blocks",
         bound=Bound(mean_kl=0.015, top1=0.94),
         quantization=Quantization(block_size=64),
     ),
     "fast": Preset(
-        summary="fewer bytes a token as well; for sources of 16 bits",
+        summary="single answers faster still; for sources of 16 bits",
         prefill="w8a8",
         decode="int4",
         bound=Bound(mean_kl=0.2, top1=0.72),

@@ -28,7 +28,7 @@ from ortolan.export.calibration import (
 from ortolan.export.phases import Phase, Progress
 from ortolan.export.weights import Weight
 from ortolan.export.write_weights import Checkpoint
-from ortolan.graphs.formats import FLOAT32, WeightFormat, layer_name, layer_norms
+from ortolan.graphs.formats import FLOAT32, LAYERS, WeightFormat, layer_name, layer_norms
 from ortolan.graphs.manifest import ModelConfig
 
 # By tap, a factor for each channel [K].
@@ -79,6 +79,17 @@ class FoldedCheckpoint:
 def has_w8a8(phase: Phase) -> bool:
     """Whether some of the phase's products are of integers."""
     return any(fmt.w8a8 for fmt in phase.formats.values())
+
+
+def has_integer_layers(phase: Phase) -> bool:
+    """Whether some of its layers' are; a head may be alone in that."""
+    return any(fmt.w8a8 for name, fmt in phase.formats.items() if name.startswith(LAYERS))
+
+
+def can_be_smoothed(phase: Phase, config: ModelConfig) -> bool:
+    """Whether there is anything in the phase that `smoothed` would scale."""
+    layers = range(config.num_layers)
+    return any(_usable(phase, config, i, tap) for i in layers for tap in _makers(config))
 
 
 def channel_scales(

@@ -113,7 +113,11 @@ class Linear(nn.Module):
         self, op: Any, x: ir.Value, sums: ir.Value | None, tokens: TokenCodes | None
     ) -> ir.Value:
         y = self._product(op, x, sums) if tokens is None else self._integer_product(op, tokens)
-        return op.Add(y, self.bias) if self.projection.bias else y
+        if not self.projection.bias:
+            return y
+        # ONNX Runtime 1.32 would take an Add into the product of integers, and then multiply the
+        # bias by the token's scale, too. A Sum it leaves alone.
+        return op.Add(y, self.bias) if tokens is None else op.Sum(y, self.bias)
 
     def _integer_product(self, op: Any, tokens: TokenCodes) -> ir.Value:
         y = op.MatMulInteger(tokens.codes, self.weight, _token_zero(op))

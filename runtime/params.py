@@ -311,7 +311,8 @@ class EngineConfig:
     W8A8 products, which have int8 activations by their nature, are the same in both.
     decode_graph: of a bundle whose phases have weights of their own, "decode" is the graph with
     decode's and "decode_many" the one with prefill's. "auto" takes the latter from 8 slots on,
-    where it is faster. One graph serves all answers of an engine, whoever else is running.
+    where it is faster once all are taken. One graph serves all answers of an engine, whoever else
+    is running.
     provider: a name, or the path of a plug-in library; provider_options: its own, by their names;
     strict: whether a provider that leaves compute to the CPU is refused. kv_copies: whether one
     is taken that cannot write the KV cache in place.

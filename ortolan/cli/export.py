@@ -80,7 +80,7 @@ _SHIPPED = "\0"  # --calibrate without a file; no file is called that
     is_flag=False,
     flag_value=_SHIPPED,
     help="Round for what the layers read on a text: a file of yours (--calibrate=FILE), or the one "
-    "that is shipped. Takes minutes; far closer to the source.",
+    "that is shipped. Takes minutes; far closer to the source. (w8a8: smoothed on it, no more.)",
 )
 @click.option(
     "--bits-per-weight",

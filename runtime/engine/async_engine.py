@@ -46,7 +46,7 @@ class AsyncStream:
         self._error: OrtolanError | None = None
         self._news = asyncio.Event()
         self._told = False  # whether the loop has been told of what is unread
-        self.begun = False  # whether there was an event; the engine's thread alone knows
+        self._begun: set[int] = set()  # choices that there was an event of
         self.on_read: Callable[[TokenEvent], None] = lambda event: None
 
     def cancel(self) -> None:
@@ -77,15 +77,21 @@ class AsyncStream:
 
     # Called by the engine's thread.
 
-    def put(self, event: TokenEvent) -> None:
-        """Add an event, merged into the choice's last unread one where many are unread."""
+    def put(self, event: TokenEvent) -> bool:
+        """Add an event, merged into the choice's last unread one where many are unread.
+
+        Returns whether it is its choice's first.
+        """
+        first = event.choice not in self._begun
+        self._begun.add(event.choice)
         with self._lock:
             if len(self._unread) >= _MOST_UNREAD:
                 for index in range(len(self._unread) - 1, -1, -1):
                     if self._unread[index].choice == event.choice:
                         self._unread[index] = self._unread[index].followed_by(event)
-                        return
+                        return first
             self._unread.append(event)
+        return first
 
     def end(self, error: OrtolanError | None) -> None:
         """There will be no more events."""
@@ -260,12 +266,11 @@ class AsyncEngine:
         self._tell(lambda: self._engine.cancel(handle))
 
     def _put(self, stream: AsyncStream, event: TokenEvent) -> None:
-        stream.put(event)
+        first = stream.put(event)
         self._touched.add(stream)
-        if not stream.begun:
+        if first:
             # Its prompt was read just now; the step goes on with other prompts and all the rows,
             # and a first token must not wait for them.
-            stream.begun = True
             self._wake_readers()
 
     def _end(self, handle: RequestHandle, error: OrtolanError | None) -> None:

@@ -30,7 +30,7 @@ from ortolan.runtime.providers.placement import CPU, RECORD_ENTRY, check_placeme
 _RAGGED_SINCE = (1, 32)  # GroupQueryAttention takes query_seqlens
 # 1.24 and 1.27 crash in some graphs when their packed form is run.
 _PACKS_SINCE = (1, 32)
-# From so many rows on, integer products were as fast as blocks (docs/presets.md).
+# With so many rows integer products were faster than blocks, at 6 as fast (docs/presets.md).
 _MANY_SLOTS = 8
 _ERRORS_ONLY = 3  # ONNX Runtime's log severity; its warnings are about our own choices
 

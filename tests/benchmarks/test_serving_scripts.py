@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from _common import Report
 from _servers import started
-from serve_vs_llama_server import judge
+from serve_vs_llama_server import BALANCED, NOT_JUDGED, SAME_FILE, Bounds, bounds_of, judge
 
 from ortolan.errors import BenchError
 
@@ -55,21 +55,29 @@ def row(rates: list[float], lost: int, ratio: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("speed", "same_file", "wait", "lost", "passed"),
+    ("speed", "bounds", "wait", "lost", "passed"),
     [
-        (1.9, True, 2.1, 0, [True, True, True]),
-        (1.7, True, 2.1, 0, [False, True, True]),
-        (1.7, False, 2.1, 0, [True, True, True]),
-        (1.4, False, 2.1, 0, [False, True, True]),
-        (1.9, True, 1.9, 0, [True, False, True]),
-        (1.9, True, 2.1, 1, [True, True, False]),
+        (1.9, SAME_FILE, 2.1, 0, [True, True, True]),
+        (1.7, SAME_FILE, 2.1, 0, [False, True, True]),
+        (1.7, BALANCED, 2.1, 0, [True, True, True]),
+        (1.4, BALANCED, 2.1, 0, [False, True, True]),
+        (1.9, SAME_FILE, 1.9, 0, [True, False, True]),
+        (1.9, SAME_FILE, 2.1, 1, [True, True, False]),
+        (0.5, NOT_JUDGED, 0.5, 1, [None, None, False]),
     ],
 )
 def test_each_bound_is_judged(
-    speed: float, same_file: bool, wait: float, lost: int, passed: list[bool]
+    speed: float, bounds: Bounds, wait: float, lost: int, passed: list[bool | None]
 ) -> None:
     """The report's ratios are above one where we are better; the bound on the wait is below."""
     ratio = {"tokens_per_s": {"median": speed}, "ttft": {"median": wait}}
     report = Report("claim")
-    judge(report, [row([2.0], lost, None), row([1.0], 0, ratio)], same_file=same_file)
+    judge(report, [row([2.0], lost, None), row([1.0], 0, ratio)], bounds)
     assert [check.passed for check in report.checks] == [*passed, None]
+
+
+def test_bounds_are_for_what_they_were_set_for() -> None:
+    """Another file's figures would be called met or missed by another one's measure."""
+    assert bounds_of(None, "balanced") is SAME_FILE
+    assert bounds_of("Q4_0", "balanced") is BALANCED
+    assert bounds_of("Q8_0", "balanced") is bounds_of("Q4_0", "") is NOT_JUDGED

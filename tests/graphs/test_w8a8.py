@@ -24,15 +24,18 @@ def weights() -> dict[str, np.ndarray]:
     return {
         "weight": rng.integers(-128, 128, (INPUTS, OUTPUTS)).astype(np.int8),
         "weight_scale": (0.01 + rng.random(OUTPUTS)).astype(np.float32),
+        "bias": (100 * rng.standard_normal(OUTPUTS)).astype(np.float32),
     }
 
 
-def session(weights: dict[str, np.ndarray], save_to: Path | None = None) -> ort.InferenceSession:
+def session(
+    weights: dict[str, np.ndarray], save_to: Path | None = None, *, bias: bool = False
+) -> ort.InferenceSession:
     """x [batch, chunk, INPUTS] -> y of one W8A8 layer."""
     graph = ir.Graph([], [], nodes=[], name="product", opset_imports={"": 21})
     builder = GraphBuilder(graph)
     x = builder.input("x", ir.DataType.FLOAT, ["batch", "chunk", INPUTS])
-    owner = add_linears_to_module(builder, x)
+    owner = add_linears_to_module(builder, x, bias)
     owner.dtype = ir.DataType.FLOAT
     builder.add_output(owner, "y")
     for name, value in graph.initializers.items():
@@ -46,15 +49,14 @@ def session(weights: dict[str, np.ndarray], save_to: Path | None = None) -> ort.
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def add_linears_to_module(builder: GraphBuilder, x: ir.Value) -> ir.Value:
+def add_linears_to_module(builder: GraphBuilder, x: ir.Value, bias: bool) -> ir.Value:
     from onnxscript import nn
 
     class Owner(nn.Module):
         def __init__(self) -> None:
             super().__init__("owner")
-            self.linears = add_linears(
-                self, (Projection("owner.proj", ("proj",), INPUTS, (OUTPUTS,), W8A8),)
-            )
+            proj = Projection("owner.proj", ("proj",), INPUTS, (OUTPUTS,), W8A8, bias)
+            self.linears = add_linears(self, (proj,))
 
         def forward(self, op: object, x: ir.Value) -> ir.Value:
             return apply_linears(op, x, self.linears)[0]
@@ -76,6 +78,16 @@ def test_product_is_of_rounded_tokens(weights: dict[str, np.ndarray]) -> None:
     x = np.random.default_rng(1).standard_normal((3, 5, INPUTS), dtype=np.float32)
     (found,) = session(weights).run(None, {"x": x})
     np.testing.assert_allclose(found, expected(x, weights), rtol=1e-4, atol=1e-2)
+
+
+def test_a_bias_is_added_as_it_is(weights: dict[str, np.ndarray], tmp_path: Path) -> None:
+    """ONNX Runtime fuses an Add into the product, and then multiplies it by the token's scale.
+
+    Qwen2's q, k and v have biases far larger than what tokens differ by.
+    """
+    x = np.random.default_rng(1).standard_normal((3, 5, INPUTS), dtype=np.float32)
+    (found,) = session(weights, tmp_path / "optimized.onnx", bias=True).run(None, {"x": x})
+    np.testing.assert_allclose(found, expected(x, weights) + weights["bias"], rtol=1e-4, atol=1e-2)
 
 
 def test_tokens_do_not_depend_on_those_beside_them(weights: dict[str, np.ndarray]) -> None:

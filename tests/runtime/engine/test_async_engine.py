@@ -111,8 +111,8 @@ async def test_first_token_does_not_wait_for_the_step_that_made_it() -> None:
             decode(beside_prompt=beside_prompt)
 
         front._engine._decode.run = waits_for_the_reader  # type: ignore[method-assign]
-        stream = await front.submit(request(4))
-        await anext(stream)
+        stream = await front.submit(request(4, n=2))
+        assert {(await anext(stream)).choice, (await anext(stream)).choice} == {0, 1}
         was_read.set()
         await read(stream)
         assert in_time == [True]
