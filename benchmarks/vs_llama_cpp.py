@@ -42,6 +42,7 @@ class Bounds:
 
 
 QUANTIZE = "llama-quantize"
+KINDS = ("Q8_0", "Q4_0")  # that a file is made to
 PUBLISHED_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PUBLISHED = Bounds(prefill=2.8, decode=1.0, rows=2.2)
 OTHER = Bounds(None, None, None)

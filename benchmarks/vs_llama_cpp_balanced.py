@@ -18,14 +18,13 @@ from pathlib import Path
 
 from _common import Check, Report, Series, parser
 from _ours import Ours, Tests
-from vs_llama_cpp import QUANTIZE, add_arguments, requantized, source_file, theirs_s
+from vs_llama_cpp import KINDS, QUANTIZE, add_arguments, requantized, source_file, theirs_s
 
 import ortolan
 from ortolan.bench.peers.llama_cpp import BATCHED, BENCH, LlamaPrograms
 from ortolan.errors import BenchError
 from ortolan.export.presets import PRESETS
 
-KINDS = ("Q8_0", "Q4_0")
 # How many times as fast as each file; None: no bound. Rows: as the faster of the two.
 BOUNDS = {
     "prefill": {"Q8_0": 1.7, "Q4_0": 1.2},

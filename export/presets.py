@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -17,8 +16,7 @@ PresetName = Literal["exact", "balanced", "fast", "small"]
 class Bound:
     """What a bundle may lose, over all texts of its accuracy report: see TextAccuracy.
 
-    mean_kl: at most so many nats; top1: at least this share of equal likeliest tokens, but for two
-    standard errors of a share over so many tokens. Bundles of equal divergence scatter as much.
+    mean_kl: at most so many nats; top1: at least this share of equal likeliest tokens.
     """
 
     mean_kl: float
@@ -30,8 +28,7 @@ class Bound:
         found = []
         if not total.mean_kl <= self.mean_kl:
             found.append(f"mean KL is {total.mean_kl:.2g}, at most {self.mean_kl:g} is promised")
-        error = math.sqrt(self.top1 * (1 - self.top1) / max(1, total.tokens))
-        if not total.top1_agreement >= self.top1 - 2 * error:
+        if not total.top1_agreement >= self.top1:
             found.append(
                 f"the likeliest token is the same for {total.top1_agreement:.1%}, at least "
                 f"{self.top1:.0%} is promised"

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(
 def test_round_trip_is_measured_and_the_affinity_given_back() -> None:
     """A benchmark that went on with one core would measure that."""
     before = os.sched_getaffinity(0)
-    found = _cores.round_trip_ns()
-    assert found is None or found > 0  # None: somebody else had the other core all the time
+    # None: somebody else had the other core for some tenths of a second.
+    assert any((_cores.round_trip_ns() or 0) > 0 for _ in range(5))
     assert os.sched_getaffinity(0) == before
 
 
