@@ -210,6 +210,7 @@ GQA = Flavor(
     signed_table=False,
     kv_dtypes=frozenset({"float32", "float16", "bfloat16", "int8"}),
     rows=True,
+    standard=False,
     norm=Norm,
     prepare=prepare,
     attention=GqaAttention,

@@ -138,12 +138,12 @@ class OnnxAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer = layer
-        self.qkv = add_linears(self, plan.qkv)
+        self.qkv = add_linears(self, plan.qkv, standard=True)
         if config.qk_norm:
             q_size, k_size = qk_norm_sizes(config)
             self.q_norm = OnnxNorm(q_size, config.rms_norm_eps)
             self.k_norm = OnnxNorm(k_size, config.rms_norm_eps)
-        self.out = add_linears(self, (plan.attention_out,))
+        self.out = add_linears(self, (plan.attention_out,), standard=True)
 
     def forward(
         self, op: Any, x: ir.Value, inputs: OnnxInputs, past: tuple[ir.Value, ir.Value]
@@ -218,6 +218,7 @@ ONNX = Flavor(
     signed_table=True,
     kv_dtypes=frozenset({"float32", "float16", "bfloat16"}),
     rows=False,
+    standard=True,
     norm=OnnxNorm,
     prepare=prepare,
     attention=OnnxAttention,

@@ -19,7 +19,7 @@ from ortolan.graphs.formats import (
     layer_norms,
     plan_layer,
 )
-from ortolan.graphs.linear import add_linears, apply_linears
+from ortolan.graphs.linear import add_linears, apply_linears, round_tokens
 from ortolan.graphs.manifest import DEFAULT_DTYPES, Dtypes, ModelConfig, RopeName
 from ortolan.graphs.rotary import rope_tables
 
@@ -62,18 +62,36 @@ def _softcapped(op: Any, x: ir.Value, cap: float) -> ir.Value:
 class Mlp(nn.Module):
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan, rows: bool) -> None:
+    def __init__(self, config: ModelConfig, plan: LayerPlan, flavor: Flavor) -> None:
         super().__init__()
         self.activation = _ACTIVATIONS[config.activation]
-        self.gate_up = add_linears(self, plan.gate_up, rows=rows)
-        self.down = add_linears(self, (plan.down,), rows=rows)
+        rows, standard = flavor.rows and plan.affine, flavor.standard
+        self.gate_up = add_linears(self, plan.gate_up, rows=rows, standard=standard)
+        self.down = add_linears(self, (plan.down,), rows=rows, standard=standard)
+        integers = all(projection.format.w8a8 for projection in (*plan.gate_up, plan.down))
+        self.counts = integers and not standard and not config.mlp_bias
 
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        if self.counts:
+            return self._counted(op, x)
         outputs = apply_linears(op, x, self.gate_up)
         if len(outputs) == 1:
             outputs = op.Split(outputs[0], axis=-1, num_outputs=2, _outputs=2)
         gate, up = outputs
         return apply_linears(op, op.Mul(self.activation(op, gate), up), self.down)[0]
+
+    def _counted(self, op: Any, x: ir.Value) -> ir.Value:
+        """In integers: what `down` reads counts in the tokens' scales of what `up` read.
+
+        Its codes are the same either way, and `up` is spared a pass over the widest values.
+        """
+        gate, up = self.gate_up
+        tokens = round_tokens(op, x)
+        activated = self.activation(op, gate(op, x, tokens=tokens))
+        product = op.Mul(activated, up(op, x, tokens=tokens, scaled=False))
+        rounded = round_tokens(op, product, unit=tokens.scale)
+        result: ir.Value = self.down[0](op, product, tokens=rounded)
+        return result
 
 
 class Layer(nn.Module):
@@ -93,7 +111,7 @@ class Layer(nn.Module):
         for name in self.norms.names:
             setattr(self, name, flavor.norm(config.hidden_size, config.rms_norm_eps, None))
         self.self_attn = flavor.attention(config, plan, layer, dtypes)
-        self.mlp = Mlp(config, plan, flavor.rows and plan.affine)
+        self.mlp = Mlp(config, plan, flavor)
 
     def forward(
         self,
@@ -199,7 +217,8 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.lm_head = flavor.tied_head(self.model.embed_tokens)
         else:
-            self.untied = add_linears(self, (head_projection(config, formats),))
+            head = head_projection(config, formats)
+            self.untied = add_linears(self, (head,), standard=flavor.standard)
 
     def forward(
         self,

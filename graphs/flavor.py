@@ -43,6 +43,7 @@ class Flavor:
     kv_dtypes: what the KV cache may hold.
     rows: the layers of a model with offsets work on [batch * chunk, hidden], which makes these
     cheaper (see Linear); otherwise on [batch, chunk, hidden].
+    standard: linear layers have operators of the ONNX standard alone.
     norm: (size, epsilon, module name) -> module (x, delta or None) -> (normed sum, sum).
     prepare: what all layers share, computed once per call; each attention gets it as `inputs`.
     attention: (config, plan, layer, dtypes) -> module (x, inputs, past) -> (output, key, value).
@@ -55,6 +56,7 @@ class Flavor:
     signed_table: bool
     kv_dtypes: frozenset[KvDtype]
     rows: bool
+    standard: bool
     norm: Callable[[int, float, str | None], nn.Module]
     prepare: Callable[[Any, ModelConfig, CallInputs], Any]
     attention: Callable[[ModelConfig, LayerPlan, int, Dtypes], nn.Module]

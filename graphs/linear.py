@@ -16,7 +16,6 @@ from ortolan.graphs.formats import Projection, WeightFormat
 MICROSOFT = "com.microsoft"
 
 _TOKEN_STEPS = 127  # between zero and a token's largest number
-_SMALLEST = 1e-30  # so that a token of zeros is not divided by zero
 ONNX_DTYPES = {
     "float32": ir.DataType.FLOAT,
     "float16": ir.DataType.FLOAT16,
@@ -55,26 +54,32 @@ def row_block_sums(op: Any, x: ir.Value, inputs: int, block_size: int) -> ir.Val
 class TokenCodes:
     """x [..., K] as codes uint8, 128 standing for 0, and what 127 steps from there stand for.
 
-    largest: of each token [..., 1].
+    scale: of each token [..., 1].
     """
 
     codes: ir.Value
-    largest: ir.Value
+    scale: ir.Value
 
 
-def round_tokens(op: Any, x: ir.Value) -> TokenCodes:
+def round_tokens(op: Any, x: ir.Value, unit: ir.Value | None = None) -> TokenCodes:
     """x to 8 bits, symmetric, each token by its own largest number.
+
+    unit: what x counts in, for each token [..., 1]; None stands for 1.
 
     No token's codes depend on those beside it. The product of codes is one of integers, so its
     bits do not depend on the number of rows either. Steps from -127 to 127 lie around a zero point:
     ONNX Runtime is slow where the first factor is signed. Dividing and then rounding by one scale
     takes as long as QuantizeLinear along an axis, which wants two dimensions. In a step of one
-    token each node here costs as much as its arithmetic, so there are few.
+    token each node here costs as much as its arithmetic, so there are few: a token of zeros is
+    divided by zero, since whatever codes it gets are multiplied by a scale of zero in the end.
     """
-    smallest = op.Constant(value_float=_SMALLEST)
-    largest = op.Max(op.ReduceMax(op.Abs(x), [-1]), smallest)
-    step = op.Constant(value_float=1 / _TOKEN_STEPS)
-    return TokenCodes(op.QuantizeLinear(op.Div(x, largest), step, _token_zero(op)), largest)
+    largest = op.ReduceMax(op.Abs(x), [-1])
+    codes = op.QuantizeLinear(op.Div(x, largest), _step(op), _token_zero(op))
+    return TokenCodes(codes, largest if unit is None else op.Mul(largest, unit))
+
+
+def _step(op: Any) -> ir.Value:
+    return op.Constant(value_float=1 / _TOKEN_STEPS)
 
 
 def _token_zero(op: Any) -> ir.Value:
@@ -91,13 +96,16 @@ class Linear(nn.Module):
     fuses at load. An offset enters as blocksum(x) @ offsets, which keeps an affine block exact:
     sum_k x_k (s c_k + o) = sum_k x_k s c_k + o sum_k x_k.
 
-    W8A8 is MatMulInteger -> Cast -> Mul, which ONNX Runtime fuses to MatMulIntegerToFloat.
+    W8A8 is MatMulIntegerToFloat with the weights' scales, then a product with the tokens'. Given
+    tokens' scales as well, that operator multiplies them in on one thread. With `standard` it is
+    MatMulInteger -> Cast -> Mul, which ONNX Runtime fuses to that form.
     """
 
-    def __init__(self, projection: Projection, rows: bool) -> None:
+    def __init__(self, projection: Projection, rows: bool, standard: bool) -> None:
         super().__init__()
         self.projection = projection
         self.rows = rows
+        self.standard = standard
         fmt, inputs, outputs = projection.format, projection.inputs, projection.outputs
         self.weight = Parameter([inputs, outputs], dtype=ONNX_DTYPES[fmt.dtype])
         if fmt.w8a8:
@@ -110,21 +118,33 @@ class Linear(nn.Module):
             self.bias = Parameter([outputs])
 
     def forward(
-        self, op: Any, x: ir.Value, sums: ir.Value | None, tokens: TokenCodes | None
+        self,
+        op: Any,
+        x: ir.Value,
+        sums: ir.Value | None = None,
+        tokens: TokenCodes | None = None,
+        scaled: bool = True,
     ) -> ir.Value:
-        y = self._product(op, x, sums) if tokens is None else self._integer_product(op, tokens)
+        """scaled: whether a product of codes is multiplied with the tokens' scales; else they are
+        what it counts in, and there is no bias.
+        """
+        y = self._product(op, x, sums) if tokens is None else self._steps(op, tokens, scaled)
         if not self.projection.bias:
             return y
         # ONNX Runtime 1.32 would take an Add into the product of integers, and then multiply the
         # bias by the token's scale, too. A Sum it leaves alone.
         return op.Add(y, self.bias) if tokens is None else op.Sum(y, self.bias)
 
-    def _integer_product(self, op: Any, tokens: TokenCodes) -> ir.Value:
-        y = op.MatMulInteger(tokens.codes, self.weight, _token_zero(op))
+    def _steps(self, op: Any, tokens: TokenCodes, scaled: bool) -> ir.Value:
+        factors = tokens.codes, self.weight
+        if not self.standard:
+            scales = _step(op), self.weight_scale, _token_zero(op)
+            y = op.MatMulIntegerToFloat(*factors, *scales, _domain=MICROSOFT)
+            return op.Mul(y, tokens.scale) if scaled else y
+        y = op.MatMulInteger(*factors, _token_zero(op))
         # In this order of products, and with the scales multiplied first, it fuses. The weights'
         # scales of a step are folded to a constant at load.
-        step = op.Mul(self.weight_scale, op.Constant(value_float=1 / _TOKEN_STEPS))
-        scale = op.Mul(tokens.largest, step)
+        scale = op.Mul(tokens.scale, op.Mul(self.weight_scale, _step(op)))
         return op.Mul(op.Cast(y, to=ir.DataType.FLOAT), scale)
 
     def _product(self, op: Any, x: ir.Value, sums: ir.Value | None) -> ir.Value:
@@ -143,12 +163,16 @@ class Linear(nn.Module):
 
 
 def add_linears(
-    owner: nn.Module, projections: Sequence[Projection], *, rows: bool = False
+    owner: nn.Module,
+    projections: Sequence[Projection],
+    *,
+    rows: bool = False,
+    standard: bool = False,
 ) -> list[Linear]:
     """Register a Linear for each projection under its own name; return them in order."""
     linears = []
     for projection in projections:
-        linear = Linear(projection, rows)
+        linear = Linear(projection, rows, standard)
         setattr(owner, projection.name.rpartition(".")[2], linear)
         linears.append(linear)
     return linears
@@ -163,11 +187,11 @@ def apply_linears(op: Any, x: ir.Value, linears: Sequence[Linear]) -> list[ir.Va
         fmt = linear.projection.format
         if fmt.w8a8:
             tokens = tokens or round_tokens(op, x)
-            outputs.append(linear(op, x, None, tokens))
+            outputs.append(linear(op, x, tokens=tokens))
             continue
         if fmt.affine and fmt.block_size not in sums:
             inputs = linear.projection.inputs
             summed = row_block_sums if linear.rows else block_sums
             sums[fmt.block_size] = summed(op, x, inputs, fmt.block_size)
-        outputs.append(linear(op, x, sums.get(fmt.block_size), None))
+        outputs.append(linear(op, x, sums.get(fmt.block_size)))
     return outputs
