@@ -33,7 +33,9 @@ from ortolan.export.smooth import (
     channel_scales,
     has_integer_layers,
     has_w8a8,
+    head_can_be_smoothed,
     smoothed,
+    smoothed_head,
 )
 from ortolan.export.sources import find_source, source_name
 from ortolan.export.tokenizer import tokenizer_files
@@ -190,10 +192,14 @@ def _calibrated(
 ) -> list[Phase]:
     """The phases with their weights made for what they read on the calibration text."""
     made = list(phases)
-    if any(can_be_smoothed(phase, config) for phase in phases):
+    calibrates = options.quantization.calibrate
+    head = not calibrates and head_can_be_smoothed(phases, config)
+    if head or any(can_be_smoothed(phase, config) for phase in phases):
         scales = channel_scales(phases[0].checkpoint, config, windows, progress)
-        made = [smoothed(phase, config, scales) for phase in phases]
-    if not options.quantization.calibrate:
+        made = [smoothed(phase, config, scales.layers) for phase in phases]
+    if head:
+        made = [smoothed_head(phase, config, scales.head) for phase in made]
+    if not calibrates:
         return made
     for i, phase in enumerate(made):
         # Products of integers are smoothed and no more: to make their weights up for each other

@@ -74,7 +74,8 @@ PRESETS: Mapping[PresetName, Preset] = {
         prefill="w8a8",
         decode="blocks",
         bound=Bound(mean_kl=0.015, top1=0.94),
-        quantization=Quantization(block_size=64),
+        # A head in blocks of 32, as many sources have it, is read a third slower.
+        quantization=Quantization(block_size=64, lm_head="int8"),
     ),
     "fast": Preset(
         summary="single answers faster still; for sources of 16 bits",

@@ -8,12 +8,15 @@ be scaled, and the other phase reads them too.
 Source: Xiao et al. 2022, arXiv:2211.10438. Its s = max|x|^a / max|W|^(1-a) takes largest numbers;
 root mean squares with a = 1/2, which balance the rounding errors of both factors, lost a third less
 on SmolLM2 (docs/presets.md).
+
+The head reads what the final norm gives, and is smoothed too. Where its table is the embedding as
+well, rows that are looked up are divided by the scale again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,12 +30,32 @@ from ortolan.export.calibration import (
 )
 from ortolan.export.phases import Phase, Progress
 from ortolan.export.weights import Weight
+from ortolan.export.weights_file import SLAB_BYTES
 from ortolan.export.write_weights import Checkpoint
-from ortolan.graphs.formats import FLOAT32, LAYERS, WeightFormat, layer_name, layer_norms
+from ortolan.graphs.formats import (
+    EMBEDDING,
+    EMBEDDING_SCALE,
+    FINAL_NORM,
+    FLOAT32,
+    LAYERS,
+    LM_HEAD,
+    WeightFormat,
+    layer_name,
+    layer_norms,
+)
 from ortolan.graphs.manifest import ModelConfig
 
 # By tap, a factor for each channel [K].
 Scales = Mapping[Tap, Floats]
+
+
+@dataclass(frozen=True)
+class ChannelScales:
+    """What channels would best be divided by: `layers` by tap, and `head` what the head reads."""
+
+    layers: Sequence[Scales]
+    head: Floats
+
 
 _TINY = 1e-6  # of a root mean square: a channel that is always zero is not divided by zero
 # A scale beyond this says that a channel is all but dead, and is not worth its float range.
@@ -47,20 +70,21 @@ class Fold:
     columns: Floats | None = None
 
     def apply(self, values: Floats) -> Floats:
-        """Scaled values of a matrix [N, K] or, by rows alone, a vector [N]."""
+        """A matrix [N, K], or a vector [N] by rows alone, scaled in place."""
         if self.rows is not None:
-            values = values * (self.rows if values.ndim == 1 else self.rows[:, None])
+            values *= self.rows if values.ndim == 1 else self.rows[:, None]
         if self.columns is not None:
-            values = values * self.columns
-        return np.asarray(values, np.float32)
+            values *= self.columns
+        return values
 
 
 @dataclass(frozen=True)
 class FoldedCheckpoint:
-    """A checkpoint some of whose weights are scaled."""
+    """A checkpoint some of whose weights are scaled. added: vectors that it has besides."""
 
     source: Checkpoint
     folds: Mapping[str, Fold]
+    added: Mapping[str, Floats] = field(default_factory=dict)
 
     @property
     def config(self) -> ModelConfig:
@@ -71,6 +95,8 @@ class FoldedCheckpoint:
         return self.source.formats
 
     def read(self, name: str) -> Weight:
+        if name in self.added:
+            return Weight(FLOAT32, self.added[name])
         weight = self.source.read(name)
         fold = self.folds.get(name)
         return weight if fold is None else Weight(FLOAT32, fold.apply(weight.dequantized()))
@@ -94,8 +120,8 @@ def can_be_smoothed(phase: Phase, config: ModelConfig) -> bool:
 
 def channel_scales(
     checkpoint: Checkpoint, config: ModelConfig, windows: Ids, progress: Progress | None = None
-) -> list[Scales]:
-    """For each layer, what the channels of each tap would best be divided by.
+) -> ChannelScales:
+    """What the channels of each layer's taps, and of the head's, would best be divided by.
 
     windows: token ids of a calibration text [windows, chunk]. One layer's weights, and what it
     reads, are in memory at a time. Raises what `LayerRunner` raises.
@@ -109,14 +135,40 @@ def channel_scales(
         weights = runner.weights(layer)
         seen = _Seen()
         hidden = runner.run(layer, weights, hidden, seen.add)
-        found.append({tap: _scale(tap, weights, seen) for tap in _makers(config)})
-    return found
+        found.append({tap: _tap_scale(tap, weights, seen) for tap in _makers(config)})
+    read = np.sqrt(np.mean(np.square(runner.head_inputs(hidden), dtype=np.float64), (0, 1)))
+    table = checkpoint.read(_head(config))
+    return ChannelScales(found, _scale(np.asarray(read, np.float32), _column_sizes(table)))
+
+
+def head_can_be_smoothed(phases: Sequence[Phase], config: ModelConfig) -> bool:
+    """Whether the head is rounded to 8 bits; phases have one head."""
+    name = _head(config)
+    return all(
+        phase.formats[name].dtype == "int8"
+        and phase.formats[name] != phase.checkpoint.formats[name]
+        for phase in phases
+    )
+
+
+def smoothed_head(phase: Phase, config: ModelConfig, scale: Floats) -> Phase:
+    """The phase with its head smoothed. The same in all phases, so nothing is the phase's own.
+
+    scale: see `ChannelScales`.
+    """
+    inverse = np.asarray(1 / scale, np.float32)
+    folds = {FINAL_NORM: Fold(rows=inverse), _head(config): Fold(columns=scale)}
+    if not config.tie_embeddings:
+        return replace(phase, checkpoint=FoldedCheckpoint(phase.checkpoint, folds))
+    checkpoint = FoldedCheckpoint(phase.checkpoint, folds, {EMBEDDING_SCALE: inverse})
+    formats = {**phase.formats, EMBEDDING_SCALE: FLOAT32}
+    return replace(phase, checkpoint=checkpoint, formats=formats)
 
 
 def smoothed(phase: Phase, config: ModelConfig, scales: Sequence[Scales]) -> Phase:
     """The phase with those weights smoothed that are rounded to 8 bits in it.
 
-    scales: see `channel_scales`. What is kept as the source has it stays so, and what it reads.
+    scales: see `ChannelScales`. What is kept as the source has it stays so, and what it reads.
     """
     folds: dict[str, Fold] = {}
     for layer, of_layer in enumerate(scales):
@@ -171,14 +223,30 @@ def _usable(phase: Phase, config: ModelConfig, layer: int, tap: Tap) -> bool:
     return bool(makers) and all(map(rounded, matrices)) and all(map(to_codes_of_8_bits, TAPS[tap]))
 
 
-def _scale(tap: Tap, weights: LayerWeights, seen: _Seen) -> Floats:
-    """The square root of what is read over the weights that read it, by root mean squares."""
-    x = np.maximum(seen.root_mean_square(tap), _TINY)
+def _tap_scale(tap: Tap, weights: LayerWeights, seen: _Seen) -> Floats:
     joined = np.concatenate([weights[reader] for reader in TAPS[tap]])
-    w = np.maximum(np.sqrt(np.mean(np.square(joined), 0)), _TINY)
-    scale = np.sqrt(x / w)
+    return _scale(seen.root_mean_square(tap), np.sqrt(np.mean(np.square(joined), 0)))
+
+
+def _scale(read: Floats, weights: Floats) -> Floats:
+    """The square root of what is read over the weights that read it, by root mean squares [K]."""
+    scale = np.sqrt(np.maximum(read, _TINY) / np.maximum(weights, _TINY))
     middle = np.median(scale)
     return np.asarray(np.clip(scale, middle / _MOST, middle * _MOST), np.float32)
+
+
+def _column_sizes(weight: Weight) -> Floats:
+    """Root mean squares of the columns of a matrix [N, K], which is not expanded at once."""
+    outputs, inputs = weight.codes.shape
+    step = max(1, SLAB_BYTES // (4 * inputs))
+    total = np.zeros(inputs)
+    for start in range(0, outputs, step):
+        total += np.square(weight.rows(start, start + step).dequantized()).sum(0)
+    return np.asarray(np.sqrt(total / outputs), np.float32)
+
+
+def _head(config: ModelConfig) -> str:
+    return EMBEDDING if config.tie_embeddings else LM_HEAD
 
 
 def _folds(config: ModelConfig, layer: int, scales: Scales) -> dict[str, Fold]:

@@ -16,6 +16,7 @@ from ortolan.graphs.embedding import packed_width
 from ortolan.graphs.flavor import Flavor
 from ortolan.graphs.formats import (
     EMBEDDING,
+    EMBEDDING_SCALE,
     FINAL_NORM,
     FLOAT32,
     LM_HEAD,
@@ -106,6 +107,8 @@ class WeightsWriter:
 
     def _all_items(self) -> Iterator[Item]:
         yield Item("embedding", EMBEDDING, self._embedding, self._formats[EMBEDDING])
+        if EMBEDDING_SCALE in self._formats:
+            yield Item("embedding", EMBEDDING_SCALE, self._embedding_scale)
         yield Item("rotary", "model.rotary", self._rotary)
         for i in range(self._config.num_layers):
             plan = plan_layer(self._config, self._formats, i)
@@ -215,6 +218,11 @@ class WeightsWriter:
         self._file.add_view(*names, (vocab * blocks, fmt.block_size), ONNX_DTYPES[fmt.dtype])
         head_scale, table_scale = (f"{name}_scale" for name in names)
         self._file.add_view(head_scale, table_scale, (vocab * blocks,))
+
+    def _embedding_scale(self) -> Written:
+        weight = self._checkpoint.read(EMBEDDING_SCALE)
+        size = self._file.add(EMBEDDING_SCALE, weight.codes, ir.DataType.FLOAT)
+        return Written(weight.format, weight.codes.size, size)
 
     def _rotary(self) -> Written:
         elements = size = 0

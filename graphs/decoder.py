@@ -12,6 +12,7 @@ from onnxscript.nn import Parameter
 from ortolan.graphs.flavor import CallInputs, Flavor
 from ortolan.graphs.formats import (
     EMBEDDING,
+    EMBEDDING_SCALE,
     FINAL_NORM,
     Formats,
     LayerPlan,
@@ -157,6 +158,9 @@ class Backbone(nn.Module):
         table = formats[EMBEDDING]
         half = (config.rotary_dim or config.head_dim) // 2
         self.embed_tokens = flavor.embedding(config.vocab_size, config.hidden_size, table)
+        self.table_is_scaled = EMBEDDING_SCALE in formats
+        if self.table_is_scaled:
+            self.embed_scale = Parameter([config.hidden_size])
         for rope in config.ropes:
             for name in rope_tables(rope):
                 setattr(self, name, Parameter([config.max_context, half]))
@@ -176,6 +180,8 @@ class Backbone(nn.Module):
         past: Past,
     ) -> tuple[ir.Value, Past]:
         x = self.embed_tokens(op, ids)
+        if self.table_is_scaled:
+            x = op.Mul(x, self.embed_scale)
         if self.config.embedding_multiplier != 1.0:
             x = op.Mul(x, self.config.embedding_multiplier)
         call = CallInputs(

@@ -68,6 +68,8 @@ W8A8 = WeightFormat("int8", w8a8=True)
 Formats = Mapping[str, WeightFormat]
 
 EMBEDDING = "model.embed_tokens"
+# What looked-up rows are multiplied with, channel by channel, where the table is stored scaled.
+EMBEDDING_SCALE = "model.embed_scale"
 LM_HEAD = "lm_head"
 FINAL_NORM = "model.norm"
 LAYERS = "model.layers."

@@ -28,7 +28,7 @@ def planned(folder: Path, weights: WeightsChoice, types: dict[str, str] | None =
 
 def smoothed_phase(phase: Phase) -> Phase:
     config = phase.checkpoint.config
-    return smoothed(phase, config, channel_scales(phase.checkpoint, config, WINDOWS))
+    return smoothed(phase, config, channel_scales(phase.checkpoint, config, WINDOWS).layers)
 
 
 @pytest.fixture(scope="module")
