@@ -192,7 +192,9 @@ def _calibrated(
 ) -> list[Phase]:
     """The phases with their weights made for what they read on the calibration text."""
     made = list(phases)
-    calibrates = options.quantization.calibrate
+    # Products of integers are smoothed and no more: to make their weights up for each other
+    # gained nothing that could be measured (docs/presets.md).
+    calibrates = options.quantization.calibrate and not all(map(has_integer_layers, phases))
     head = not calibrates and head_can_be_smoothed(phases, config)
     if head or any(can_be_smoothed(phase, config) for phase in phases):
         scales = channel_scales(phases[0].checkpoint, config, windows, progress)
@@ -202,8 +204,6 @@ def _calibrated(
     if not calibrates:
         return made
     for i, phase in enumerate(made):
-        # Products of integers are smoothed and no more: to make their weights up for each other
-        # gained nothing that could be measured (docs/presets.md).
         if not has_integer_layers(phase):
             made[i] = calibrated(phase, config, windows, options.quantization, progress)
     return made

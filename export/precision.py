@@ -25,7 +25,7 @@ DEFAULT_BLOCK_SIZE = 32
 # Beside w8a8: what these read has the largest numbers of all in the first layers and in the last,
 # where a loss is either carried through all others or made up for by none (docs/presets.md).
 _IN_BLOCKS = "mlp.down_proj"
-_SHARE_IN_BLOCKS = 1 / 10  # of the layers, at either end
+_SHARE_IN_BLOCKS = 1 / 4  # of the layers, at either end
 _ROUNDED = ("int8", "int4", "blocks", "w8a8")
 
 

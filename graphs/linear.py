@@ -131,8 +131,8 @@ class Linear(nn.Module):
         y = self._product(op, x, sums) if tokens is None else self._steps(op, tokens, scaled)
         if not self.projection.bias:
             return y
-        # ONNX Runtime 1.32 would take an Add into the product of integers, and then multiply the
-        # bias by the token's scale, too. A Sum it leaves alone.
+        # ONNX Runtime 1.32 would take an Add into a product of integers that it fuses (`standard`),
+        # and then multiply the bias by the token's scale, too. A Sum it leaves alone.
         return op.Add(y, self.bias) if tokens is None else op.Sum(y, self.bias)
 
     def _steps(self, op: Any, tokens: TokenCodes, scaled: bool) -> ir.Value:

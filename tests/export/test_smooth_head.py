@@ -19,6 +19,7 @@ from ortolan.export.exporter import (
 from ortolan.export.phases import plan_phases
 from ortolan.export.precision import Quantization
 from ortolan.export.presets import PRESETS
+from ortolan.export.quantize import quantize
 from ortolan.export.smooth import channel_scales, head_can_be_smoothed, smoothed_head
 from ortolan.graphs.formats import EMBEDDING, EMBEDDING_SCALE, FINAL_NORM, LM_HEAD
 from ortolan.graphs.manifest import Manifest
@@ -54,6 +55,31 @@ def test_scaled_head_computes_the_same(tmp_path: Path, tied: bool) -> None:
     np.testing.assert_allclose(rows, checkpoint.read(EMBEDDING).dequantized(), rtol=1e-5)
 
 
+def test_a_channel_that_the_norm_silences_is_looked_up_all_the_same(tmp_path: Path) -> None:
+    """Scaled by what the head reads alone, its codes would be all zeros."""
+    silent = np.ones(Shape().hidden, np.float32)
+    silent[5] = 0
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", extra={"output_norm.weight": silent})
+    checkpoint = open_checkpoint(path, None)
+    config = checkpoint.config
+    (phase,) = plan_phases(checkpoint, config, "w8a8", "w8a8", HEAD_OF_8_BITS)
+    made = smoothed_head(phase, config, channel_scales(checkpoint, config, WINDOWS).head)
+    stored = quantize(made.checkpoint.read(EMBEDDING), made.formats[EMBEDDING]).dequantized()
+    found = stored * made.checkpoint.read(EMBEDDING_SCALE).dequantized()
+    rows = checkpoint.read(EMBEDDING).dequantized()
+    error = np.linalg.norm(found - rows, axis=0) / np.linalg.norm(rows, axis=0)
+    assert error[5] < 3 * np.median(error)
+
+
+def test_an_integer_phase_has_its_head_smoothed_beside_calibrate(tmp_path: Path) -> None:
+    """There, `--calibrate` rounds nothing, so the head would get neither."""
+    source = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    quantization = Quantization(lm_head="int8", calibrate=True)
+    options = ExportOptions("w8a8", quantization=quantization)
+    export_bundle(source, tmp_path / "bundle", options)
+    assert all(scales_of(tmp_path / "bundle"))
+
+
 def scales_of(bundle: Path) -> list[bool]:
     """Of each graph, whether it multiplies what it looks up."""
     graphs = [onnx.load(path, load_external_data=False).graph for path in bundle.glob("*.onnx")]
@@ -61,9 +87,15 @@ def scales_of(bundle: Path) -> list[bool]:
     return [EMBEDDING_SCALE in {tensor.name for tensor in g.initializer} for g in decoders]
 
 
+def final_norm(bundle: Path) -> np.ndarray:
+    model = onnx.load(bundle / "prefill.onnx")
+    (found,) = (t for t in model.graph.initializer if t.name == f"{FINAL_NORM}.weight")
+    return onnx.numpy_helper.to_array(found)
+
+
 def logits(bundle: Path) -> np.ndarray:
     """After each token of a prompt, by prefill."""
-    with ortolan.load(bundle, threads=1) as llm:
+    with ortolan.load(bundle) as llm:
         ids = WINDOWS[0, :24].tolist()
         found = llm._running()._model.prefill(0, [ids], [0], [list(range(len(ids)))])
         return np.array(found[0])
@@ -79,6 +111,7 @@ def test_bundle_loses_no_more_than_rounding(
     options = ExportOptions(**PRESETS["balanced"].options(), attention=attention)
     export_bundle(source, tmp_path / "balanced", options)
     assert set(scales_of(tmp_path / "balanced")) == {tied}
+    assert not np.allclose(*map(final_norm, (tmp_path / "exact", tmp_path / "balanced")))
     exact, found = logits(tmp_path / "exact"), logits(tmp_path / "balanced")
     assert np.corrcoef(exact.ravel(), found.ravel())[0, 1] > 0.99
 
