@@ -101,7 +101,9 @@ def judge(report: Report, results: Sequence[dict[str, Any]], bounds: Bounds) -> 
 
 def compared(args: argparse.Namespace, gguf: Path, report: Report) -> dict[str, Any]:
     """What `ortolan bench` found of both servers, each started for it."""
-    flags = () if args.gap_steps is None else ("--gap-steps", args.gap_steps)
+    flags: list[object] = ["--replicas", args.replicas]
+    if args.gap_steps is not None:
+        flags += ["--gap-steps", args.gap_steps]
     with (
         llama_server(gguf, args.threads, args.clients, _SLOT_CONTEXT, args.llama_bin) as theirs,
         ortolan_server(args.bundle, args.threads, *flags) as ours,
@@ -123,12 +125,20 @@ def main() -> int:
     args_parser.add_argument(
         "--type", choices=KINDS, help="what llama-server's file is made to; default: as it is"
     )
+    args_parser.add_argument(
+        "--replicas",
+        type=int,
+        default=2,
+        help="ours, which share the threads, as docs/serving.md has it for so many clients; "
+        "default: %(default)s",
+    )
     args_parser.add_argument("--gap-steps", type=float, help="default: the server's own")
     args = args_parser.parse_args()
     needed = (BENCH, QUANTIZE) if args.type else (BENCH,)
     file = f"with {args.type}" if args.type else "same file"
     report = Report(
-        f"against llama-server {file}, {args.threads} threads each, {args.clients} clients"
+        f"{args.replicas} replicas against llama-server {file}, {args.threads} threads each, "
+        f"{args.clients} clients"
     )
     try:
         manifest = ortolan.Manifest.read(args.bundle)

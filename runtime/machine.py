@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import math
 import os
 import platform
@@ -23,6 +25,31 @@ def usable_cores() -> int:
         cores = os.cpu_count() or 1
     quota = _cpu_quota()
     return max(1, cores if quota is None else min(cores, math.ceil(quota)))
+
+
+def cpu_shares(count: int) -> list[frozenset[int]] | None:
+    """The processors this process may run on in `count` parts, neighbours together.
+
+    Hyperthreads of one core stay together, and neighbours by number share caches and memory as a
+    rule. None where there are fewer cores than parts, or where threads cannot be kept anywhere.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    cores: dict[str, set[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        cores.setdefault(_core_of(cpu), set()).add(cpu)
+    if len(cores) < count:
+        return None
+    found = list(cores.values())
+    bounds = [len(found) * part // count for part in range(count + 1)]
+    return [frozenset().union(*found[begin:end]) for begin, end in itertools.pairwise(bounds)]
+
+
+def stay_on(cpus: frozenset[int] | None) -> None:
+    """Keep this thread, and those that it starts from now on, on these processors."""
+    if cpus is not None and hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):  # one of them was taken away meanwhile
+            os.sched_setaffinity(0, cpus)
 
 
 def _core_of(cpu: int) -> str:

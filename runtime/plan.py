@@ -49,7 +49,8 @@ class Plan:
 
     slots, context: as asked for. capacity: positions that a slot has address space for.
     kv_tokens: most tokens whose KV is held; prefix_bytes: KV of earlier prompts.
-    room: bytes for KV, beside all else. memory: what there is; None where nobody knows.
+    room: bytes for KV, beside all else. replicas: engines, each of which has all of these to
+    itself. memory: what there is for all; None where nobody knows.
     parts: memory in use when slots and caches are full. disk: files.
     first_load: bytes of memory at the most while weights are packed, which the first load does.
     """
@@ -62,6 +63,7 @@ class Plan:
     kv_tokens: int
     prefix_bytes: int
     room: int
+    replicas: int
     memory: Memory | None
     parts: tuple[Part, ...]
     disk: tuple[Part, ...]
@@ -126,8 +128,10 @@ def plan_memory(
     provider: Provider,
     memory: Memory | None,
     process_bytes: int,
+    *,
+    replicas: int = 1,
 ) -> Plan:
-    """The plan of an engine on that bundle.
+    """The plan of an engine on that bundle, or of several that share weights and memory evenly.
 
     memory: of the place where the provider keeps weights and KV: the host's, or its device's.
     None: not known; all slots are then planned for. process_bytes: what the process holds
@@ -137,13 +141,13 @@ def plan_memory(
     context = context_of(config, model.max_context)
     weights = weight_sizes(manifest, config.accuracy)
     place: Place = "host" if provider.on_host else "device"
-    around = _around_kv(manifest, config, provider, weights, process_bytes)
+    around = _around_kv(manifest, config, provider, weights, process_bytes, replicas)
     taken = sum(part.bytes for part in around if part.place == place)
     token_bytes = bytes_per_token(model, manifest.dtypes.kv)
     most = config.max_slots * context
     prefix_bytes, room = 0, most * token_bytes
     if memory is not None:
-        prefix_bytes, room = _split(config, provider, _usable(memory) - taken)
+        prefix_bytes, room = _split(config, provider, (_usable(memory) - taken) // replicas)
     kv_tokens = config.kv_tokens
     if kv_tokens is None:
         kv_tokens = max(room // token_bytes, _LEAST_KV_TOKENS)
@@ -151,8 +155,10 @@ def plan_memory(
     held = kv_tokens
     if not _follows_tokens(provider):
         held = _all_positions(config, context, provider)
-    kv = Part("KV", held * token_bytes, place, "of running requests, when slots are full")
-    prefix = Part("prefix cache", prefix_bytes, place, "KV of earlier prompts, when it is full")
+    kv_bytes = replicas * held * token_bytes
+    kv = Part("KV", kv_bytes, place, "of running requests, when slots are full")
+    earlier = "KV of earlier prompts, when it is full"
+    prefix = Part("prefix cache", replicas * prefix_bytes, place, earlier)
     return Plan(
         provider=provider.name,
         slots=config.max_slots,
@@ -162,6 +168,7 @@ def plan_memory(
         kv_tokens=kv_tokens,
         prefix_bytes=prefix_bytes,
         room=room,
+        replicas=replicas,
         memory=memory,
         parts=(*around[:-1], kv, prefix, around[-1]),
         disk=_files(manifest, provider, weights),
@@ -203,6 +210,7 @@ def _around_kv(
     provider: Provider,
     weights: WeightSizes,
     process_bytes: int,
+    replicas: int,
 ) -> list[Part]:
     """Everything but KV, the margin last."""
     place: Place = "host" if provider.on_host else "device"
@@ -216,17 +224,22 @@ def _around_kv(
         Part("weights", weights.used * (1 if packs else 2), place, read),
         Part(
             "sessions",
-            _SESSION_LEAST + int(graphs * _SESSION_BYTES),
+            _SESSION_LEAST + replicas * int(graphs * _SESSION_BYTES),
             "host",
             "graphs as objects, and the code that runs them",
         ),
         Part(
             "activations",
-            _activations(manifest, config) + 2 * weights.unpacked,
+            replicas * (_activations(manifest, config) + 2 * weights.unpacked),
             place,
             f"of calls of up to {config.prefill_chunk} tokens",
         ),
-        Part("logits", _logits(manifest.model, config), place, "and what sampling needs"),
+        Part(
+            "logits",
+            replicas * _logits(manifest.model, config),
+            place,
+            "and what sampling needs",
+        ),
     ]
     margin = int(_MARGIN_PART * sum(part.bytes for part in parts if part.place == place))
     return [*parts, Part("margin", margin, place, f"{_MARGIN_PART:.0%} of what is estimated")]

@@ -74,6 +74,14 @@ class _Size(click.ParamType[int]):
     help="Most tokens of prompt and answer together.  [default: the bundle's]",
 )
 @click.option(
+    "--replicas",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Engines of one server, each with its own slots and caches.",
+)
+@click.option(
     "--memory",
     metavar="SIZE",
     type=_Size(),
@@ -89,6 +97,7 @@ def plan(
     bundle: Path,
     slots: int,
     context: int | None,
+    replicas: int,
     memory: int | None,
     engine: dict[str, Any],
     as_json: bool,
@@ -111,7 +120,12 @@ def plan(
     process = _hold_what_a_server_holds(opened)
     try:
         found = plan_memory(
-            opened.manifest, config, provider, _memory(memory, provider), process_bytes()
+            opened.manifest,
+            config,
+            provider,
+            _memory(memory, provider),
+            process_bytes(),
+            replicas=replicas,
         )
     except UsageError as error:
         raise UsageError(str(error).replace("max_context", "--context", 1)) from error
@@ -183,7 +197,8 @@ def _print(plan: Plan, packed: bool) -> None:
     rows: list[tuple[str, ...]] = [
         (part.name, size_text(part.bytes), part.place, part.what) for part in plan.parts
     ]
-    full = f"when {plan.slots} slots of {plan.context:,} tokens and the caches are full"
+    each = f" in each of {plan.replicas} replicas" if plan.replicas > 1 else ""
+    full = f"when {plan.slots} slots of {plan.context:,} tokens{each} and the caches are full"
     rows.append(("total", size_text(plan.total), "", full))
     write_table(("memory", "size", "where", ""), rows, numbers=(1,))
     files = [(part.name, size_text(part.bytes), part.what) for part in plan.disk]
@@ -192,8 +207,8 @@ def _print(plan: Plan, packed: bool) -> None:
     have = [("a token's KV", f"{plan.token_bytes / 1024:g} KiB"), ("first load", peak)]
     if plan.memory is not None:
         fit = f"{plan.tokens_that_fit:,} tokens: {plan.slots_that_fit:,} slots of {plan.context:,}"
-        have = [("memory there is", _memory_text(plan.memory)), *have, ("KV that fits", fit)]
-    have.append(("KV that is held", f"at most {plan.kv_tokens:,} tokens"))
+        have = [("memory there is", _memory_text(plan.memory)), *have, ("KV that fits", fit + each)]
+    have.append(("KV that is held", f"at most {plan.kv_tokens:,} tokens{each}"))
     write_table(None, have)
 
 
@@ -215,6 +230,8 @@ def _command(bundle: Path, plan: Plan, config: EngineConfig) -> str:
         "--kv-tokens": plan.kv_tokens,
         "--prefix-cache-mb": plan.prefix_bytes // 2**20,
     }
+    if plan.replicas > 1:
+        settings["--replicas"] = plan.replicas
     for name in ("provider", "threads", "cache_dir", "accuracy", "prefill_chunk"):
         if (value := getattr(config, name)) != default_of(EngineConfig, name):
             settings[f"--{name.replace('_', '-')}"] = value

@@ -45,6 +45,7 @@ _HELP = {
     "chat_page": ("on|off", "A page to chat with, at / over HTTP."),
     "drain_delay": ("S", "Seconds after a first signal until new requests are refused."),
     "self_test": ("on|off", "Compare with the CPU's results before saying ready."),
+    "replicas": ("N", "Engines that share the threads: for many requests on cores far apart."),
     "provider": ("NAME", "The execution provider to run on, such as cpu."),
     "threads": ("N", "Threads to compute with.  [default: the cores that may be used]"),
     "cache_dir": ("FOLDER", "Where packed weights are kept.  [default: in the bundle]"),

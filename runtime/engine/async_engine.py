@@ -8,12 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from ortolan.errors import CancelledError, EngineError, OrtolanError
 from ortolan.runtime.engine.engine import Engine, EngineStats
 from ortolan.runtime.engine.life import RequestHandle
 from ortolan.runtime.engine.record import RequestRecord, record_of
+from ortolan.runtime.machine import stay_on
 from ortolan.runtime.params import Request, TokenEvent
 
 OnEnd = Callable[[RequestRecord], None]
@@ -46,6 +48,7 @@ class AsyncStream:
         self._error: OrtolanError | None = None
         self._news = asyncio.Event()
         self._told = False  # whether the loop has been told of what is unread
+        self.unread_prompt = 0  # tokens of it, until the first event says that it was read
         self._begun: set[int] = set()  # choices that there was an event of
         self.on_read: Callable[[TokenEvent], None] = lambda event: None
 
@@ -114,21 +117,35 @@ class AsyncStream:
         self._news.set()
 
 
+@dataclass(frozen=True)
+class Work:
+    """What an engine has been given to do: requests that have not ended, and tokens of prompts
+    that have had no token of their answer yet.
+    """
+
+    requests: int
+    unread_tokens: int
+
+
 class AsyncEngine:
     """Runs an engine's steps on a thread as long as there is work; safe for use by coroutines.
 
-    heartbeat_s: when the thread last showed life, on time.monotonic's clock; while `busy` it
-    grows with every step. A step that raises what it should not breaks the engine: every
-    request ends with the reason, and `stats` tells it.
+    cpus: the processors that the thread stays on; None: any. heartbeat_s: when the thread last
+    showed life, on time.monotonic's clock; while `busy` it grows with every step. A step that
+    raises what it should not breaks the engine: every request ends with the reason, and `stats`
+    tells it.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, cpus: frozenset[int] | None = None) -> None:
         self.heartbeat_s = time.monotonic()
         self._engine = engine
+        self._cpus = cpus
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._streams: dict[RequestHandle, AsyncStream] = {}
         self._touched: set[AsyncStream] = set()
+        self._work = Work(0, 0)
+        self._work_lock = threading.Lock()
         self._refusal: str | None = None  # why no request is accepted any more
         self._closing = False
         self._over = False  # the thread looks into its inbox no more
@@ -146,7 +163,9 @@ class AsyncEngine:
             raise EngineError(self._refusal)
         loop = asyncio.get_running_loop()
         accepted: asyncio.Future[AsyncStream] = loop.create_future()
+        self._add_work(1, len(request.prompt_ids))
         if not self._tell(lambda: self._submit(request, loop, accepted, on_end)):
+            self._add_work(-1, -len(request.prompt_ids))
             raise self._refused()
         try:
             return await asyncio.shield(accepted)
@@ -163,6 +182,11 @@ class AsyncEngine:
     def busy(self) -> bool:
         """Whether any request has not ended."""
         return bool(self._streams or self._inbox)
+
+    @property
+    def work(self) -> Work:
+        """What there is to do at this moment."""
+        return self._work
 
     async def drain(self, timeout_s: float) -> None:
         """Accept nothing new, let running streams finish, then close."""
@@ -188,12 +212,18 @@ class AsyncEngine:
             self._wake.notify()
             return True
 
+    def _add_work(self, requests: int, unread_tokens: int) -> None:
+        with self._work_lock:  # it grows on the loop and shrinks on the thread
+            known = self._work
+            self._work = Work(known.requests + requests, known.unread_tokens + unread_tokens)
+
     def _refused(self) -> EngineError:
         return EngineError(self._refusal or "the engine is closed; load the model again")
 
     # On the engine's thread.
 
     def _run(self) -> None:
+        stay_on(self._cpus)
         while not self._closing:
             with self._wake:
                 while not self._inbox and not self._streams and not self._closing:
@@ -250,9 +280,11 @@ class AsyncEngine:
             error = exc
             if not isinstance(exc, OrtolanError):
                 error = EngineError(f"the request cannot be queued: {type(exc).__name__}: {exc}")
+            self._add_work(-1, -len(request.prompt_ids))
             _on_loop(loop, partial(_settle, accepted, error))
             return
         stream = AsyncStream(loop, lambda: self._cancel(handle), on_end)
+        stream.unread_prompt = len(request.prompt_ids)
         self._streams[handle] = stream
         handle.sink = lambda event: self._put(stream, event)
         handle.on_end = lambda: self._end(handle, handle.error)
@@ -269,6 +301,8 @@ class AsyncEngine:
         first = stream.put(event)
         self._touched.add(stream)
         if first:
+            self._add_work(0, -stream.unread_prompt)
+            stream.unread_prompt = 0
             # Its prompt was read just now; the step goes on with other prompts and all the rows,
             # and a first token must not wait for them.
             self._wake_readers()
@@ -276,6 +310,7 @@ class AsyncEngine:
     def _end(self, handle: RequestHandle, error: OrtolanError | None) -> None:
         stream = self._streams.pop(handle, None)
         if stream is not None:
+            self._add_work(-1, -stream.unread_prompt)
             if stream.on_end is not None:
                 _on_loop(stream.loop, partial(stream.on_end, record_of(handle)))
             stream.end(error)

@@ -1,4 +1,4 @@
-"""From a bundle to an engine: threads, sessions, KV cache, budgets."""
+"""From a bundle to an engine, or several: threads, sessions, KV cache, budgets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import onnxruntime as ort
 
-from ortolan.errors import EngineError
+from ortolan.errors import EngineError, UsageError
 from ortolan.graphs.manifest import Manifest
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.device import Device
@@ -21,10 +21,12 @@ from ortolan.runtime.engine.prefix_cache import PrefixCache
 from ortolan.runtime.engine.sampler import Sampler
 from ortolan.runtime.engine.sessions import SessionSet, decode_graph, open_sessions
 from ortolan.runtime.engine.thread_pool import use_threads
+from ortolan.runtime.machine import cpu_shares, stay_on, usable_cores
 from ortolan.runtime.memory import memory_found, process_bytes, return_freed_memory
 from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.plan import Plan, min_rows, plan_memory, rows_of_cache
 from ortolan.runtime.providers import Provider, configured_provider
+from ortolan.runtime.providers.placement import CPU
 from ortolan.runtime.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -34,14 +36,68 @@ def open_engine(
     bundle: Bundle, config: EngineConfig, tokenizer: Tokenizer, *, checks: bool = False
 ) -> Engine:
     """An engine on a bundle. Raises ProviderError, UsageError, EngineError, BundleError."""
-    model_config = bundle.manifest.model
     use_threads(config.threads)
     provider = configured_provider(config, ort)
     check_fit(provider, bundle.manifest, config)
     plan = _plan(bundle, config, provider)
+    return _opened(bundle, config, tokenizer, provider, plan, checks)
+
+
+def check_replicas(config: EngineConfig, replicas: int) -> None:
+    """Raises UsageError where so many engines cannot share what there is."""
+    if replicas == 1:
+        return
+    threads = config.threads or usable_cores()
+    if replicas > threads:
+        raise UsageError(
+            f"replicas is {replicas}, and there are {threads} threads; each needs one of its own, "
+            "so lower replicas or raise threads"
+        )
+    provider = configured_provider(config, ort)
+    if provider.ort_name != CPU:
+        raise UsageError(
+            f"replicas is {replicas}, and provider {provider.name} would hold the weights as many "
+            "times; leave it at 1, or take provider cpu"
+        )
+
+
+def open_replicas(
+    bundle: Bundle, config: EngineConfig, tokenizer: Tokenizer, replicas: int
+) -> list[tuple[Engine, frozenset[int] | None]]:
+    """Engines that share threads, weights and memory evenly, each with the processors it is for.
+
+    The thread that runs an engine, and with it the memory that it fills, is to stay on those
+    (None: on any); its sessions' own threads do already. Raises what `open_engine` does.
+    """
+    check_replicas(config, replicas)
+    use_threads(config.threads, replicas)
+    if replicas == 1:
+        return [(open_engine(bundle, config, tokenizer), None)]
+    provider = configured_provider(config, ort)
+    plan = _plan(bundle, config, provider, replicas)
+    shares = cpu_shares(replicas)
+    found: list[tuple[Engine, frozenset[int] | None]] = []
+    try:
+        for index in range(replicas):
+            share = shares[index] if shares else None
+            stay_on(share)
+            found.append((_opened(bundle, config, tokenizer, provider, plan), share))
+    finally:
+        stay_on(frozenset().union(*shares) if shares else None)
+    return found
+
+
+def _opened(
+    bundle: Bundle,
+    config: EngineConfig,
+    tokenizer: Tokenizer,
+    provider: Provider,
+    plan: Plan,
+    checks: bool = False,
+) -> Engine:
     sessions = _open_sessions(bundle, provider, config)
     return_freed_memory()
-    num_valid = min(tokenizer.vocab_size, model_config.vocab_size)
+    num_valid = min(tokenizer.vocab_size, bundle.manifest.model.vocab_size)
     model: Model | DeviceModel[Any]
     device, prefix = None, None
     if provider.on_host and provider.capabilities.in_place_kv:
@@ -62,10 +118,12 @@ def open_engine(
     )
 
 
-def _plan(bundle: Bundle, config: EngineConfig, provider: Provider) -> Plan:
+def _plan(bundle: Bundle, config: EngineConfig, provider: Provider, replicas: int = 1) -> Plan:
     """What the engine may hold, of the memory that is free before anything is loaded."""
     memory = memory_found() if provider.on_host else None
-    plan = plan_memory(bundle.manifest, config, provider, memory, process_bytes())
+    plan = plan_memory(
+        bundle.manifest, config, provider, memory, process_bytes(), replicas=replicas
+    )
     if memory is not None and plan.is_too_large:
         logger.warning(
             "memory may run out; see what takes it with: ortolan plan",

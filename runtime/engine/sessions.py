@@ -22,6 +22,7 @@ from ortolan.graphs.contract import (
 from ortolan.graphs.manifest import Manifest
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.accuracy import LEVELS, Accuracy, with_accuracy
+from ortolan.runtime.engine.thread_pool import choose_pool
 from ortolan.runtime.machine import adds_bytes_in_16_bits
 from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.providers import Provider
@@ -77,9 +78,9 @@ def _version() -> tuple[int, ...]:
 
 
 def session_options(entries: Mapping[str, str]) -> ort.SessionOptions:
-    """Options common to all sessions: the shared pool, quiet logs, and these config entries."""
+    """Options common to all sessions: their thread pool, quiet logs, and these config entries."""
     options = ort.SessionOptions()
-    options.use_per_session_threads = False
+    choose_pool(options)
     options.log_severity_level = _ERRORS_ONLY
     for key, value in entries.items():
         options.add_session_config_entry(key, value)

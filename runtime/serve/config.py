@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from ortolan.errors import UsageError
-from ortolan.runtime.params import EngineConfig
+from ortolan.runtime.params import MAX_THREADS, EngineConfig
 from ortolan.runtime.providers.options import options_from_text
 
 ENVIRONMENT_PREFIX = "ORTOLAN_SERVE_"
@@ -38,6 +38,8 @@ class ServeConfig:
     drain_delay: seconds between not being ready and refusing new requests, before the grace: as
     long as a load balancer may take to notice.
     self_test: whether to compare the provider with the CPU before saying ready.
+    replicas: engines in this server, which share threads, weights, memory and requests; each has
+    the other settings of the engine to itself.
     Raises UsageError naming the field.
     """
 
@@ -58,6 +60,7 @@ class ServeConfig:
     chat_page: Literal["on", "off"] = "on"
     drain_delay: float = 0.0
     self_test: Literal["on", "off"] = "off"
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -83,6 +86,8 @@ class ServeConfig:
                 f"heartbeat_timeout is {self.heartbeat_timeout:g}; it must be from 2 to 86400 "
                 "seconds"
             )
+        if not 1 <= self.replicas <= MAX_THREADS:
+            raise UsageError(f"replicas is {self.replicas}; it must be from 1 to {MAX_THREADS}")
         if not 0 <= self.drain_delay <= 3600:
             raise UsageError(
                 f"drain_delay is {self.drain_delay:g}; it must be from 0 to 3600 seconds"

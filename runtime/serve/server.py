@@ -57,13 +57,18 @@ def check_ports(config: ServeConfig) -> None:
 def open_service(bundle: Bundle, settings: Settings) -> Service:
     """A service whose model is not loaded yet; `run` does that.
 
-    Raises what opening a tokenizer does, and UsageError for settings that the bundle refuses.
+    Raises what opening a tokenizer does, and UsageError for settings that the bundle or the machine
+    refuses.
     """
+    from ortolan.runtime.engine.opening import check_replicas
+
     serve = settings.serve
+    check_replicas(settings.engine, serve.replicas)
     return Service(
         bundle,
         settings.engine,
         serve.model_name,
+        replicas=serve.replicas,
         heartbeat_timeout_s=serve.heartbeat_timeout,
         load=False,
         self_test=serve.self_test == "on",
@@ -71,7 +76,10 @@ def open_service(bundle: Bundle, settings: Settings) -> Service:
 
 
 def sizes(service: Service) -> dict[str, int]:
-    """What the loaded service uses, under the names of the settings that may leave it open."""
+    """What the loaded service uses, under the names of the settings that may leave it open.
+
+    What is the engine's is each replica's.
+    """
     from ortolan.runtime.engine.kv_cache import bytes_per_token
     from ortolan.runtime.engine.prefix_cache import BLOCK
     from ortolan.runtime.engine.thread_pool import use_threads
@@ -81,8 +89,8 @@ def sizes(service: Service) -> dict[str, int]:
     return {
         "threads": use_threads(None),
         "max_context": service.context,
-        "kv_tokens": stats.kv_budget_tokens,
-        "prefix_cache_mb": stats.prefix_capacity_blocks * block_bytes // 2**20,
+        "kv_tokens": stats.kv_budget_tokens // service.replicas,
+        "prefix_cache_mb": stats.prefix_capacity_blocks * block_bytes // service.replicas // 2**20,
     }
 
 

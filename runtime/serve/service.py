@@ -14,6 +14,7 @@ from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.async_engine import AsyncEngine, AsyncStream
 from ortolan.runtime.engine.engine import EngineStats
 from ortolan.runtime.engine.record import RequestRecord
+from ortolan.runtime.engine.replicas import Replicas
 from ortolan.runtime.params import EngineConfig, Request, SamplingParams
 from ortolan.runtime.reference import expected_by_cpu, self_test
 from ortolan.runtime.sampling_defaults import sampling_defaults
@@ -30,8 +31,10 @@ _SHUTTING_DOWN = "the server is shutting down"
 class Service:
     """A model under a name. Opening it loads the sessions; `warm_up` makes it ready.
 
-    load: whether to load them now. Otherwise `warm_up` does; until then requests are refused, and
-    all that needs no engine is answered. self_test: compare its results with the CPU's first.
+    replicas: engines that share the threads and the requests; each has the settings of `config` to
+    itself. load: whether to load them now. Otherwise `warm_up` does; until then requests are
+    refused, and all that needs no engine is answered. self_test: compare its results with the
+    CPU's first.
     All methods are for one event loop; what takes long runs on threads. An engine that shows no
     sign of life for heartbeat_timeout_s, while it has work, makes the service not ready.
     Raises what `open_engine` does.
@@ -43,6 +46,7 @@ class Service:
         config: EngineConfig,
         name: str | None = None,
         *,
+        replicas: int = 1,
         heartbeat_timeout_s: float = 30.0,
         load: bool = True,
         self_test: bool = False,
@@ -59,24 +63,29 @@ class Service:
         self.sampling_defaults = sampling_defaults(bundle.path, self.manifest.model.vocab_size)
         self._prompts = Prompts(bundle, self.tokenizer)
         self.context = context_of(config, self.manifest.model.max_context)
+        self.replicas = replicas
         self._self_test = self_test
-        self._engine: AsyncEngine | LoadingEngine = LoadingEngine()
+        self._engine: AsyncEngine | Replicas | LoadingEngine = LoadingEngine()
         self._warm = self._leaving = self._draining = False
         self._watch(str(onnxruntime.__version__), heartbeat_timeout_s)
         if load:
             self._load()
 
     def _load(self) -> None:
-        from ortolan.runtime.engine.opening import open_engine
+        from ortolan.runtime.engine.opening import open_replicas
+        from ortolan.runtime.engine.thread_pool import use_threads
 
+        use_threads(self.config.threads, self.replicas)
         cases = []
         if self._self_test:  # the CPU's sessions are gone before the provider's are made
             cases = expected_by_cpu(self.bundle, self.config, self.tokenizer)
-        engine = open_engine(self.bundle, self.config, self.tokenizer)
-        if cases:
-            self_test(engine, cases, self.config)
-        self.context = engine.context  # less, where the KV budget is
-        self._engine = AsyncEngine(engine)
+        opened = open_replicas(self.bundle, self.config, self.tokenizer, self.replicas)
+        for engine, _ in opened:
+            if cases:
+                self_test(engine, cases, self.config)
+            self.context = engine.context  # less, where the KV budget is
+        engines = [AsyncEngine(engine, cpus) for engine, cpus in opened]
+        self._engine = engines[0] if self.replicas == 1 else Replicas(engines)
 
     def _watch(self, onnxruntime: str, heartbeat_timeout_s: float) -> None:
         self._heartbeat_timeout_s = heartbeat_timeout_s

@@ -16,6 +16,7 @@ pytest.importorskip("grpc")
 from serve_process import Served, wait_until
 
 from ortolan.graphs.manifest import PACKED_NAME
+from ortolan.runtime.machine import cpu_shares
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -108,6 +109,35 @@ def test_address_without_a_port_is_refused(run_cli: RunCli) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be kept there")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="there is one core to share")
+@pytest.mark.parametrize("threads", [2, 4])
+def test_replicas_answer_as_one_engine_and_each_stays_on_its_cores(
+    threads: int, run_cli: RunCli, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    """Whoever adds replicas wants more answers, and the same ones."""
+    prompts = [f"the {word} is" for word in ("fox", "hen", "dog", "sun", "sea")]
+    options = ("--max-tokens", "9", "--json")
+    expected = [run_cli("generate", tiny_bundle, prompt, *options).stdout for prompt in prompts]
+    serving = ("--replicas", "2", "--threads", str(threads), "--http-port", "off")
+    with Served(tiny_bundle, tmp_path, *serving) as server:
+        address = ("--address", server.addresses["grpc"])
+        found = [
+            run_cli("client", "generate", prompt, *address, *options).stdout for prompt in prompts
+        ]
+        kept = [
+            os.sched_getaffinity(int(task.name))
+            for task in Path(f"/proc/{server.process.pid}/task").iterdir()
+        ]
+        stats = json.loads(run_cli("client", "stats", *address, "--json").stdout)
+        assert server.stop() == 0
+    for one, other in zip(expected, found, strict=True):
+        assert json.loads(one)["token_ids"] == json.loads(other)["token_ids"]
+    assert stats["completion_tokens"] >= 9 * len(prompts)
+    for share in cpu_shares(2) or ():
+        assert share in kept
+
+
 def test_port_in_use_is_told_by_name(served: Served, run_cli: RunCli, tiny_bundle: Path) -> None:
     port = served.addresses["grpc"].rpartition(":")[2]
     done = run_cli("serve", tiny_bundle, "--grpc-port", port, "--http-port", "off", check=False)
@@ -120,6 +150,8 @@ def test_port_in_use_is_told_by_name(served: Served, run_cli: RunCli, tiny_bundl
     [
         (["--grpc-port", "x"], {}, "--grpc-port is 'x'"),
         (["--grace", "-1"], {}, "--grace is -1"),
+        (["--replicas", "0"], {}, "--replicas is 0; it must be from 1 to 1024"),
+        (["--replicas", "3", "--threads", "2"], {}, "replicas is 3, and there are 2 threads"),
         ([], {"ORTOLAN_SERVE_PORT": "1"}, "ORTOLAN_SERVE_PORT is no setting"),
         (["--grcp-port", "1"], {}, "--grpc-port"),
     ],

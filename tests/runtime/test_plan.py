@@ -32,12 +32,14 @@ def planned(
     mib: int | None,
     provider: Provider = CPU,
     source: Any = "given",
+    replicas: int = 1,
     **settings: Any,
 ) -> Plan:
     """The plan with that much memory, in a process of 60 MiB."""
     memory = None if mib is None else Memory(mib * MIB, source)
     manifest = Manifest.read(bundle)
-    return plan_memory(manifest, EngineConfig(**settings), provider, memory, 60 * MIB)
+    config = EngineConfig(**settings)
+    return plan_memory(manifest, config, provider, memory, 60 * MIB, replicas=replicas)
 
 
 def part(plan: Plan, name: str) -> int:
@@ -65,6 +67,23 @@ def test_memory_that_is_given_is_used_and_not_exceeded(tiny_bundle: Path) -> Non
     grown = large.tokens_that_fit - small.tokens_that_fit
     # A sixth goes to the prefix cache.
     assert grown * 512 == pytest.approx(30 * MIB * 5 / 6, rel=0.01)
+
+
+def test_replicas_share_memory_and_weights_and_nothing_else(tiny_bundle: Path) -> None:
+    """Two that each took what is free would take twice what there is."""
+    settings: dict[str, Any] = {"max_slots": 2000, "max_context": 64}
+    one = planned(tiny_bundle, 200, **settings)
+    three = planned(tiny_bundle, 200, replicas=3, **settings)
+    assert 0.98 * 200 * MIB < three.total <= 200 * MIB
+    assert three.kv_tokens < one.kv_tokens / 3
+    assert part(three, "KV") == 3 * three.kv_tokens * 512
+    assert part(three, "prefix cache") == 3 * three.prefix_bytes
+    for name in ("activations", "logits"):
+        assert part(three, name) == 3 * part(one, name)
+    for name in ("process", "weights"):
+        assert part(three, name) == part(one, name)
+    given = planned(tiny_bundle, 300, replicas=2, kv_tokens=70, prefix_cache_mb=3)
+    assert (given.kv_tokens, part(given, "prefix cache")) == (70, 6 * MIB)
 
 
 def test_a_machines_memory_is_shared_with_others(tiny_bundle: Path) -> None:

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from ortolan.errors import EngineError, ProviderError, UsageError
+from ortolan.errors import ProviderError
 from ortolan.runtime import providers
-from ortolan.runtime.engine import thread_pool
-from ortolan.runtime.machine import usable_cores
 from ortolan.runtime.params import EngineConfig
 
 
@@ -37,63 +35,6 @@ def test_unknown_provider_lists_the_known() -> None:
 def test_provider_that_is_not_there_is_named_with_the_remedy() -> None:
     with pytest.raises(ProviderError, match=r"has no CPUExecutionProvider.*pip install"):
         providers.find_provider("cpu", runtime("OtherProvider"))  # type: ignore[arg-type]
-
-
-def test_second_thread_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ONNX Runtime would ignore it, and a benchmark would compare a number with itself."""
-    monkeypatch.setattr(thread_pool, "_size", 2)
-    assert thread_pool.use_threads(None) == 2
-    assert thread_pool.use_threads(2) == 2
-    with pytest.raises(EngineError, match=r"2 threads already.*another process"):
-        thread_pool.use_threads(3)
-    with pytest.raises(UsageError, match="threads is 0"):
-        thread_pool.use_threads(0)
-
-
-def test_pool_that_others_have_set_up_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that uses ONNX Runtime itself must learn why, not see a status code."""
-
-    def taken(*sizes: int) -> None:
-        raise RuntimeError("Global thread pools have already been created, cannot replace them")
-
-    monkeypatch.setattr(thread_pool, "_size", None)
-    monkeypatch.setattr("onnxruntime.set_global_thread_pool_sizes", taken)
-    with pytest.raises(EngineError, match=r"global thread pool itself.*load Ortolan first"):
-        thread_pool.use_threads(2)
-
-
-def test_usable_cores_respect_the_containers_quota(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """More threads than the quota allows wait for each other at every operator."""
-    folder = tmp_path_factory.mktemp("cgroup")
-    monkeypatch.setattr("ortolan.runtime.machine._CGROUP", folder)
-    monkeypatch.setattr("ortolan.runtime.machine._CPUS", folder)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    assert usable_cores() == 8
-    (folder / "cpu.max").write_text("max 100000\n")
-    assert usable_cores() == 8
-    (folder / "cpu.max").write_text("250000 100000\n")
-    assert usable_cores() == 3
-    (folder / "cpu.max").write_text("1000 100000\n")
-    assert usable_cores() == 1
-
-
-def test_hyperthreads_of_a_core_count_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """A thread on each of them would share one core's vector units, and wait at every operator."""
-    folder = tmp_path_factory.mktemp("cpus")
-    monkeypatch.setattr("ortolan.runtime.machine._CGROUP", folder)
-    monkeypatch.setattr("ortolan.runtime.machine._CPUS", folder)
-    for cpu in range(8):
-        topology = folder / f"cpu{cpu}" / "topology"
-        topology.mkdir(parents=True)
-        (topology / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    assert usable_cores() == 4
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 4, 5}, raising=False)
-    assert usable_cores() == 2
 
 
 def test_openvinos_threads_follow_the_settings() -> None:
