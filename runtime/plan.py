@@ -7,12 +7,13 @@ from typing import Literal
 
 from ortolan.errors import UsageError
 from ortolan.graphs.contract import DECODE
-from ortolan.graphs.manifest import WEIGHTS_NAME, Manifest, ModelConfig
+from ortolan.graphs.manifest import WEIGHTS_NAME, Manifest
 from ortolan.runtime.engine.kv_cache import bytes_per_token, element_bytes, padded_capacity
 from ortolan.runtime.engine.sessions import packs_weights, prefill_graph
 from ortolan.runtime.memory import Memory
 from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.providers import Provider
+from ortolan.runtime.row_pairs import rows_of_cache
 from ortolan.runtime.weight_sizes import WeightSizes, weight_sizes
 
 Place = Literal["disk", "host", "device"]
@@ -110,16 +111,6 @@ def context_of(config: EngineConfig, bundle_context: int) -> int:
             f"max_context is {config.max_context}; this bundle allows 2 to {bundle_context}"
         )
     return config.max_context
-
-
-def rows_of_cache(config: EngineConfig) -> int:
-    """Slots of the KV cache. At accuracy level 1 a single row must not decode alone (rule 1d)."""
-    return max(config.max_slots, min_rows(config))
-
-
-def min_rows(config: EngineConfig) -> int:
-    """Rows that a decode call has at least."""
-    return 2 if config.accuracy == "exact" else 1
 
 
 def plan_memory(
@@ -236,7 +227,7 @@ def _around_kv(
         ),
         Part(
             "logits",
-            replicas * _logits(manifest.model, config),
+            replicas * _logits(manifest, config),
             place,
             "and what sampling needs",
         ),
@@ -252,7 +243,7 @@ def _activations(manifest: Manifest, config: EngineConfig) -> int:
     """
     model = manifest.model
     context = context_of(config, model.max_context)
-    tokens = max(min(config.prefill_chunk, context), rows_of_cache(config))
+    tokens = max(min(config.prefill_chunk, context), rows_of_cache(manifest, config))
     queries, keys = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
     # Gate and up as one matrix and apart, the activation, the product; models with offsets have
     # less of it at a time. Or q, k and v, and their turned copies. Beside either the residual
@@ -264,10 +255,10 @@ def _activations(manifest: Manifest, config: EngineConfig) -> int:
     return int(_ARENA_COPIES * tokens * (wide + 5 * model.hidden_size) * number)
 
 
-def _logits(model: ModelConfig, config: EngineConfig) -> int:
+def _logits(manifest: Manifest, config: EngineConfig) -> int:
     """Bytes of logits: of a decode call, of a prompt that is scored, and of what sampling makes."""
-    positions = 2 * rows_of_cache(config) + max(_SCORED_POSITIONS, config.max_slots)
-    return positions * model.vocab_size * 4
+    positions = 2 * rows_of_cache(manifest, config) + max(_SCORED_POSITIONS, config.max_slots)
+    return positions * manifest.model.vocab_size * 4
 
 
 def _files(manifest: Manifest, provider: Provider, weights: WeightSizes) -> tuple[Part, ...]:

@@ -62,7 +62,7 @@ class MockModel:
 
     clock: Clock
     slots: int
-    min_rows: int = 1
+    row_multiple: int = 1
     ragged: bool = True
     config: ModelConfig = CONFIG
     plain_s: float = 0.010
@@ -72,10 +72,10 @@ class MockModel:
     prefill_rows: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.cache = KvCache(CONFIG, max(self.slots, self.min_rows), CONTEXT)
+        self.cache = KvCache(CONFIG, self.slots + self.slots % self.row_multiple, CONTEXT)
 
     def decode(self, first: int, token_ids: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
-        assert len(token_ids) >= self.min_rows
+        assert len(token_ids) % self.row_multiple == 0
         self.clock.now += self.plain_s
         self._may_fail(token_ids)
         rows = []
@@ -162,13 +162,13 @@ def mock_engine(
     slots: int = 4,
     kv_budget: int = 4 * CONTEXT,
     prefix_blocks: int = 0,
-    min_rows: int = 1,
+    row_multiple: int = 1,
     ragged: bool = True,
     **settings: object,
 ) -> tuple[Engine, MockModel]:
     """An engine on mocks, which checks its invariants after every step."""
     clock = Clock()
-    model = MockModel(clock, slots, min_rows=min_rows, ragged=ragged)
+    model = MockModel(clock, slots, row_multiple=row_multiple, ragged=ragged)
     block_bytes = 16 * CONFIG.head_dim * 2 * 4
     engine = Engine(
         model,

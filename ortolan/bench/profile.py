@@ -206,7 +206,7 @@ def _profiled(opened: OpenModel, name: str, prefix: Path) -> tuple[OpenModel, Ca
     session = opened.provider.open_session(ort, str(path), options)
     change = {"decode": session} if name == DECODE else {"prefill": session}
     sessions = replace(model.sessions, **change)
-    profiled = Model(model.config, sessions, model.cache, model.min_rows)
+    profiled = Model(model.config, sessions, model.cache, model.row_multiple, pairs=model.pairs)
     return replace(opened, model=profiled), session.end_profiling
 
 

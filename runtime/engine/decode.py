@@ -42,7 +42,8 @@ class DecodePhase:
             return
         began = self._clock()
         choices.sort(key=lambda choice: choice.slot)
-        rows = max(choices[-1].slot + 1, self._model.min_rows)
+        multiple = self._model.row_multiple
+        rows = -(-(choices[-1].slot + 1) // multiple) * multiple
         try:
             logits = self._feed(choices, 0, rows)
         except EngineError:
@@ -58,10 +59,7 @@ class DecodePhase:
         Rows of other slots run as well. They write where their slot's next token will be, which
         is written again before it is read.
         """
-        ids, lengths = [0] * rows, [0] * rows
-        for choice in self._residents:
-            if 0 <= choice.slot - first < rows:
-                lengths[choice.slot - first] = choice.stored
+        ids, lengths = [0] * rows, self._lengths(first, rows)
         for choice in choices:
             ids[choice.slot - first] = choice.tokens[choice.stored]
         began = self._clock()
@@ -70,9 +68,25 @@ class DecodePhase:
         self._scheduler.call_succeeded()
         return logits
 
+    def logits_of(self, slot: int, token_id: int, length: int) -> Logits:
+        """Logits [1, vocab] after one more token in a slot that no request has."""
+        rows = self._model.row_multiple
+        first = min(slot, self._model.cache.slots - rows)
+        ids, lengths = [0] * rows, self._lengths(first, rows)
+        ids[slot - first], lengths[slot - first] = token_id, length
+        return self._model.decode(first, ids, lengths)[slot - first : slot - first + 1]
+
+    def _lengths(self, first: int, rows: int) -> list[int]:
+        """Tokens that requests hold in the slots from `first` on."""
+        lengths = [0] * rows
+        for choice in self._residents:
+            if 0 <= choice.slot - first < rows:
+                lengths[choice.slot - first] = choice.stored
+        return lengths
+
     def _one_by_one(self, choices: list[Choice]) -> None:
         """After a call that failed: each row alone, so that only those that fail are ended."""
-        rows = self._model.min_rows
+        rows = self._model.row_multiple
         for choice in choices:
             if choice.state is not State.DECODING:
                 continue  # its request ended, with a sibling

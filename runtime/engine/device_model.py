@@ -68,7 +68,7 @@ class DeviceModel(ABC, Generic[Cache]):
     most_prefill_tokens: most tokens of one call that the provider gets right; None: any number.
     """
 
-    min_rows = 1  # that products of one row differ is a property of the CPU's kernels
+    row_multiple = 1  # that a row left over differs is a property of the CPU's kernels
     ragged = False
 
     def __init__(

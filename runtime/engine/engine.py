@@ -276,7 +276,7 @@ class Engine:
                     result[places] = on_host(logits[0])
                 start += size
             for position in range(start, len(ids)):
-                logits = self._model.decode(slot, [ids[position]], [position])
+                logits = self._decode.logits_of(slot, ids[position], position)
                 for i, place in enumerate(wanted):
                     if place == position:
                         result[i] = on_host(logits)[0]

@@ -108,19 +108,26 @@ class _PrefillBinding(_Binding):
 class Model:
     """The decoder as two calls, `prefill` and `decode`, over slots of the KV cache.
 
-    min_rows: at accuracy level 1 it is 2, since a product of one row differs in the last bits
-    from one of more (rule 1d). A single row then decodes beside idle slots, which the caller
-    leaves free.
+    row_multiple: what decode's rows are made up to, by idle slots after them, which the caller
+    leaves free; pairs: whether prefill's tokens and logits are made even. Both are about products
+    in which a single row left over has other bits (rule 1d; see runtime/row_pairs.py).
     Returned logits are views that the next call overwrites.
     """
 
     def __init__(
-        self, config: ModelConfig, sessions: SessionSet, cache: KvCache, min_rows: int
+        self,
+        config: ModelConfig,
+        sessions: SessionSet,
+        cache: KvCache,
+        row_multiple: int,
+        *,
+        pairs: bool,
     ) -> None:
         self.config = config
         self.sessions = sessions
         self.cache = cache
-        self.min_rows = min_rows
+        self.row_multiple = row_multiple
+        self.pairs = pairs
         # Every batch size writes its logits here: the next call overwrites them anyway.
         self.decode_logits: FloatArray = np.zeros((cache.slots, 1, config.vocab_size), np.float32)
         self._prefill_logits: FloatArray = np.zeros(0, np.float32)
@@ -138,8 +145,8 @@ class Model:
         lengths: tokens that each slot holds before this one.
         """
         rows = len(token_ids)
-        if rows < self.min_rows:
-            return self._decode_beside_idle(first, token_ids[0], lengths[0])
+        if rows % self.row_multiple:
+            return self._decode_beside_idle(first, token_ids, lengths)
         binding = self._decode.get((first, rows))
         if binding is None:
             binding = self._decode[first, rows] = _DecodeBinding(self, first, rows)
@@ -149,14 +156,16 @@ class Model:
         binding.run()
         return binding.logits[:, 0]
 
-    def _decode_beside_idle(self, slot: int, token_id: int, length: int) -> FloatArray:
-        """One row together with idle rows after it.
+    def _decode_beside_idle(
+        self, first: int, token_ids: Sequence[int], lengths: Sequence[int]
+    ) -> FloatArray:
+        """Rows together with idle ones after them.
 
         These write the first position of their slots, which a prompt writes before it is read.
         """
-        idle = self.min_rows - 1
-        logits = self.decode(slot, [token_id] * (1 + idle), [length] + [0] * idle)
-        return logits[:1]
+        rows = len(token_ids)
+        idle = [0] * (-rows % self.row_multiple)
+        return self.decode(first, [*token_ids, *idle], [*lengths, *idle])[:rows]
 
     def prefill_logits(self, rows: int, wanted: int) -> FloatArray:
         """Where a prefill call writes logits [rows, wanted, vocab]; the next one overwrites them.
@@ -184,15 +193,15 @@ class Model:
         rows = len(token_ids)
         sizes = [len(ids) for ids in token_ids]
         chunk = max(sizes)
-        if rows > 1 and self.min_rows > 1:
-            chunk += chunk % 2  # an even number of rows in all leaves no single one over in a tile
+        if self.pairs and self.sessions.ragged and rows % 2:
+            chunk += chunk % 2
         if not self.sessions.ragged and (rows > 1 or min(sizes) < chunk):
             raise EngineError("this provider prefills one row at a time")
         binding = self._prefill.get((first, rows))
         if binding is None:
             binding = self._prefill[first, rows] = _PrefillBinding(self, first, rows)
         wanted = len(logits_index[0])
-        if self.min_rows > 1 and rows * wanted % 2:  # the same for the head's product
+        if self.pairs and rows * wanted % 2:  # the same for the head's product
             logits_index = [[*index, index[-1]] for index in logits_index]
         binding.shape(chunk, len(logits_index[0]))
         for row, ids in enumerate(token_ids):

@@ -24,9 +24,10 @@ from ortolan.runtime.engine.thread_pool import use_threads
 from ortolan.runtime.machine import cpu_shares, stay_on, usable_cores
 from ortolan.runtime.memory import memory_found, process_bytes, return_freed_memory
 from ortolan.runtime.params import EngineConfig
-from ortolan.runtime.plan import Plan, min_rows, plan_memory, rows_of_cache
+from ortolan.runtime.plan import Plan, plan_memory
 from ortolan.runtime.providers import Provider, configured_provider
 from ortolan.runtime.providers.placement import CPU
+from ortolan.runtime.row_pairs import computes_pairs, row_multiple, rows_of_cache
 from ortolan.runtime.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -138,8 +139,9 @@ def open_host_model(
     """The decoder over a KV cache in host memory."""
     model, kv_dtype = manifest.model, manifest.dtypes.kv
     capacity = padded_capacity(context, model.head_dim, kv_dtype)
-    cache = KvCache(model, rows_of_cache(config), capacity, kv_dtype)
-    return Model(model, sessions, cache, min_rows(config))
+    cache = KvCache(model, rows_of_cache(manifest, config), capacity, kv_dtype)
+    multiple = row_multiple(manifest, config)
+    return Model(model, sessions, cache, multiple, pairs=computes_pairs(manifest, config))
 
 
 def _open_sessions(bundle: Bundle, provider: Provider, config: EngineConfig) -> SessionSet:

@@ -26,12 +26,13 @@ class KvSeam(Protocol):
 class ModelSeam(Protocol):
     """The decoder over slots of a KV cache; see engine/model.py for what the calls mean.
 
-    min_rows: rows that decode needs at least. ragged: whether prefill takes several rows.
+    row_multiple: what the rows of a decode call have to be a multiple of. ragged: whether prefill
+    takes several rows.
     Calls raise EngineError, and may be repeated after that.
     """
 
     config: ModelConfig
-    min_rows: int
+    row_multiple: int
 
     @property
     def cache(self) -> KvSeam: ...

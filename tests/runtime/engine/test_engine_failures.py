@@ -58,9 +58,9 @@ def test_nan_while_decoding_ends_one_request() -> None:
     assert len(tokens(good)) == 8
 
 
-@pytest.mark.parametrize("min_rows", [1, 2])
-def test_a_prefill_that_raises_ends_its_request_alone(min_rows: int) -> None:
-    engine, _ = mock_engine(min_rows=min_rows)
+@pytest.mark.parametrize("row_multiple", [1, 2])
+def test_a_prefill_that_raises_ends_its_request_alone(row_multiple: int) -> None:
+    engine, _ = mock_engine(row_multiple=row_multiple)
     handles = [engine.submit(request(ids)) for ids in ([5] * 9, [6, 6, RAISES], [7] * 9, [8] * 9)]
     drain(engine)
     assert [handle.error is None for handle in handles] == [True, False, True, True]
@@ -68,9 +68,9 @@ def test_a_prefill_that_raises_ends_its_request_alone(min_rows: int) -> None:
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("min_rows", [1, 2])
-def test_a_decode_that_raises_ends_its_request_alone(min_rows: int) -> None:
-    engine, _ = mock_engine(min_rows=min_rows)
+@pytest.mark.parametrize("row_multiple", [1, 2])
+def test_a_decode_that_raises_ends_its_request_alone(row_multiple: int) -> None:
+    engine, _ = mock_engine(row_multiple=row_multiple)
     good = engine.submit(request(9, max_tokens=20))
     bad = engine.submit(
         Request([6] * 4, SamplingParams(temperature=0, max_tokens=9, logit_bias={RAISES: 100.0}))
@@ -80,7 +80,7 @@ def test_a_decode_that_raises_ends_its_request_alone(min_rows: int) -> None:
     assert bad.error is not None
     assert tokens(bad) == [RAISES]
     for handle in (good, also_good):
-        alone, _ = mock_engine(slots=1, min_rows=min_rows)
+        alone, _ = mock_engine(slots=1, row_multiple=row_multiple)
         expected = alone.submit(handle.request)
         drain(alone)
         assert tokens(handle) == tokens(expected)

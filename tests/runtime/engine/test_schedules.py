@@ -59,7 +59,7 @@ engines = st.fixed_dictionaries(
         "slots": st.integers(1, 5),
         "kv_budget": st.integers(CONTEXT, 3 * CONTEXT),
         "prefix_blocks": st.sampled_from([0, 3, 40]),
-        "min_rows": st.sampled_from([1, 2]),
+        "row_multiple": st.sampled_from([1, 2]),
         "ragged": st.booleans(),
         "prefill_chunk": st.sampled_from([2, 5, 32, 64]),
     }
