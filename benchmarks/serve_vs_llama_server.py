@@ -128,17 +128,16 @@ def main() -> int:
     args_parser.add_argument(
         "--replicas",
         type=int,
-        default=2,
-        help="ours, which share the threads, as docs/serving.md has it for so many clients; "
-        "default: %(default)s",
+        default=1,
+        help="of our engine, which share its threads; default: %(default)s",
     )
     args_parser.add_argument("--gap-steps", type=float, help="default: the server's own")
     args = args_parser.parse_args()
     needed = (BENCH, QUANTIZE) if args.type else (BENCH,)
     file = f"with {args.type}" if args.type else "same file"
     report = Report(
-        f"{args.replicas} replicas against llama-server {file}, {args.threads} threads each, "
-        f"{args.clients} clients"
+        f"against llama-server {file}, {args.threads} threads each, {args.clients} clients, "
+        f"replicas of ours: {args.replicas}"
     )
     try:
         manifest = ortolan.Manifest.read(args.bundle)
