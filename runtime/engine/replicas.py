@@ -33,7 +33,7 @@ class Replicas:
     """
 
     def __init__(self, engines: Sequence[AsyncEngine]) -> None:
-        self._engines = engines
+        self.engines = engines
         self._read = [_ReadBefore(engine.stats().prefix_capacity_blocks) for engine in engines]
 
     async def submit(self, request: Request, on_end: OnEnd | None = None) -> AsyncStream:
@@ -45,7 +45,7 @@ class Replicas:
         refused: OverloadedError | None = None
         for index in self._by_work(request, blocks):
             try:
-                stream = await self._engines[index].submit(request, on_end)
+                stream = await self.engines[index].submit(request, on_end)
             except OverloadedError as error:
                 refused = refused or error
                 continue
@@ -58,34 +58,34 @@ class Replicas:
         """The engines' indices, the one with the least to do first."""
 
         def tokens(index: int) -> int:
-            work = self._engines[index].work
+            work = self.engines[index].work
             known = min(self._read[index].matching(blocks) * BLOCK, len(request.prompt_ids))
             return work.unread_tokens + _ANSWER_TOKENS * work.requests - known
 
-        return sorted(range(len(self._engines)), key=tokens)
+        return sorted(range(len(self.engines)), key=tokens)
 
     def stats(self) -> EngineStats:
         """Sums over the engines; `broken` is the first one's that is."""
-        return total_stats([engine.stats() for engine in self._engines])
+        return total_stats([engine.stats() for engine in self.engines])
 
     @property
     def busy(self) -> bool:
         """Whether any request has not ended."""
-        return any(engine.busy for engine in self._engines)
+        return any(engine.busy for engine in self.engines)
 
     @property
     def heartbeat_s(self) -> float:
         """The oldest sign of life of an engine that has work; now, where none has any."""
-        beats = [engine.heartbeat_s for engine in self._engines if engine.busy]
+        beats = [engine.heartbeat_s for engine in self.engines if engine.busy]
         return min(beats, default=time.monotonic())
 
     async def drain(self, timeout_s: float) -> None:
         """Accept nothing new, let running streams finish, then close."""
-        await asyncio.gather(*(engine.drain(timeout_s) for engine in self._engines))
+        await asyncio.gather(*(engine.drain(timeout_s) for engine in self.engines))
 
     async def close(self) -> None:
         """End every request with an error and stop the threads. Harmless a second time."""
-        await asyncio.gather(*(engine.close() for engine in self._engines))
+        await asyncio.gather(*(engine.close() for engine in self.engines))
 
 
 def total_stats(each: Sequence[EngineStats]) -> EngineStats:

@@ -142,8 +142,8 @@ class Service:
             call.ended(record)
 
     async def warm_up(self) -> None:
-        """Load the model if that is still to do, and run one request, so that the first caller
-        does not wait for first times.
+        """Load the model if that is still to do, and run one request on each engine, so that no
+        caller waits for first times.
 
         Raises what `open_engine` does.
         """
@@ -152,8 +152,10 @@ class Service:
         token_id = self.tokenizer.bos_id or 0
         params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
         # Not by `submit`: first times are no caller's, and would spoil the histograms.
-        async for _ in await self._engine.submit(Request([token_id, token_id], params)):
-            pass
+        engine = self._engine
+        for one in engine.engines if isinstance(engine, Replicas) else (engine,):
+            async for _ in await one.submit(Request([token_id, token_id], params)):
+                pass
         self._warm = True
 
     @property

@@ -197,3 +197,17 @@ async def test_draining_lets_all_finish_and_refuses_the_next() -> None:
         assert [len(tokens(events)) for events in answers] == [20] * 4
         with pytest.raises(EngineError, match="shutting down"):
             await replicas.submit(request(4))
+
+
+@in_loop
+async def test_every_engine_is_warm_before_the_first_caller() -> None:
+    pytest.importorskip("grpc")
+    from grpc_serving import MockService
+
+    service = MockService()
+    await service.close()
+    engines = [AsyncEngine(mock_engine()[0]) for _ in range(3)]
+    service._engine = Replicas(engines)
+    await service.warm_up()
+    assert [engine.stats().completion_tokens for engine in engines] == [2] * 3
+    await service.close()
