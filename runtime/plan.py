@@ -13,7 +13,7 @@ from ortolan.runtime.engine.sessions import packs_weights, prefill_graph
 from ortolan.runtime.memory import Memory
 from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.providers import Provider
-from ortolan.runtime.row_pairs import rows_of_cache
+from ortolan.runtime.row_pairs import positions_of_slot, rows_of_cache
 from ortolan.runtime.weight_sizes import WeightSizes, weight_sizes
 
 Place = Literal["disk", "host", "device"]
@@ -154,7 +154,9 @@ def plan_memory(
         provider=provider.name,
         slots=config.max_slots,
         context=context,
-        capacity=padded_capacity(context, model.head_dim, manifest.dtypes.kv),
+        capacity=padded_capacity(
+            positions_of_slot(manifest, config, context), model.head_dim, manifest.dtypes.kv
+        ),
         token_bytes=token_bytes,
         kv_tokens=kv_tokens,
         prefix_bytes=prefix_bytes,

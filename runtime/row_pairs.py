@@ -36,6 +36,11 @@ def row_multiple(manifest: Manifest, config: EngineConfig) -> int:
     return 2 if computes_pairs(manifest, config) and not alone else 1
 
 
+def positions_of_slot(manifest: Manifest, config: EngineConfig, context: int) -> int:
+    """Positions for `context` tokens: one more where a prompt's last piece is padded to be even."""
+    return context + 1 if computes_pairs(manifest, config) else context
+
+
 def rows_of_cache(manifest: Manifest, config: EngineConfig) -> int:
     """Slots of the KV cache: those that are asked for, and an idle one where rows are paired."""
     multiple = row_multiple(manifest, config)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ortolan.cli.options import (
+    MAX_THREADS,
     bundle_argument,
     debug_option,
     default_of,
@@ -76,7 +77,7 @@ class _Size(click.ParamType[int]):
 @click.option(
     "--replicas",
     metavar="N",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_THREADS),
     default=1,
     show_default=True,
     help="Engines of one server, each with its own slots and caches.",
@@ -110,6 +111,7 @@ def plan(
 
     require("onnxruntime", "cpu", "planning for a model")
     from ortolan.runtime.bundle import Bundle
+    from ortolan.runtime.engine.opening import check_sharing
     from ortolan.runtime.engine.packed import is_packed
     from ortolan.runtime.memory import process_bytes
     from ortolan.runtime.plan import plan_memory
@@ -117,6 +119,7 @@ def plan(
     config = EngineConfig(**engine, max_slots=slots, max_context=context)
     opened = Bundle.open(bundle)
     provider = _provider(config)
+    check_sharing(provider, replicas)
     process = _hold_what_a_server_holds(opened)
     try:
         found = plan_memory(

@@ -27,7 +27,12 @@ from ortolan.runtime.params import EngineConfig
 from ortolan.runtime.plan import Plan, plan_memory
 from ortolan.runtime.providers import Provider, configured_provider
 from ortolan.runtime.providers.placement import CPU
-from ortolan.runtime.row_pairs import computes_pairs, row_multiple, rows_of_cache
+from ortolan.runtime.row_pairs import (
+    computes_pairs,
+    positions_of_slot,
+    row_multiple,
+    rows_of_cache,
+)
 from ortolan.runtime.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -54,8 +59,12 @@ def check_replicas(config: EngineConfig, replicas: int) -> None:
             f"replicas is {replicas}, and there are {threads} threads; each needs one of its own, "
             "so lower replicas or raise threads"
         )
-    provider = configured_provider(config, ort)
-    if provider.ort_name != CPU:
+    check_sharing(configured_provider(config, ort), replicas)
+
+
+def check_sharing(provider: Provider, replicas: int) -> None:
+    """Raises UsageError where several engines would not share one set of weights."""
+    if replicas > 1 and provider.ort_name != CPU:
         raise UsageError(
             f"replicas is {replicas}, and provider {provider.name} would hold the weights as many "
             "times; leave it at 1, or take provider cpu"
@@ -138,7 +147,8 @@ def open_host_model(
 ) -> Model:
     """The decoder over a KV cache in host memory."""
     model, kv_dtype = manifest.model, manifest.dtypes.kv
-    capacity = padded_capacity(context, model.head_dim, kv_dtype)
+    positions = positions_of_slot(manifest, config, context)
+    capacity = padded_capacity(positions, model.head_dim, kv_dtype)
     cache = KvCache(model, rows_of_cache(manifest, config), capacity, kv_dtype)
     multiple = row_multiple(manifest, config)
     return Model(model, sessions, cache, multiple, pairs=computes_pairs(manifest, config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +12,10 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from tiny_llama import Shape, write_tiny_gguf
 
+from ortolan.export.exporter import ExportOptions, export_bundle
+from ortolan.export.precision import Quantization
 from ortolan.graphs.manifest import Manifest
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.opening import open_engine
@@ -104,3 +108,22 @@ def test_scoring_beside_a_running_answer_leaves_it_alone(tiny_bundle: Path) -> N
                 engine.logits(prompt[3:8], None, decoded_from=2)
         answers.append([(event.token_ids, event.logprobs) for event in handle.events])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("accuracy", ["default", "exact"])
+def test_an_odd_last_piece_has_room_for_its_padding(
+    accuracy: Literal["default", "exact"], tmp_path: Path
+) -> None:
+    """Of a context that fills a slot's pages to the last position."""
+    source = write_tiny_gguf(tmp_path / "tiny.gguf", shape=Shape(context=64))
+    options = ExportOptions(weights="int4", quantization=Quantization(block_size=64))
+    export_bundle(str(source), tmp_path / "bundle", options)
+    config = EngineConfig(accuracy=accuracy, max_slots=2, prefill_chunk=47, prefix_cache_mb=0)
+    bundle = Bundle.open(tmp_path / "bundle")
+    engine = open_engine(bundle, config, Tokenizer.open(bundle.path), checks=True)
+    assert computes_pairs(bundle.manifest, config)
+    handle = engine.submit(Request([5 + i % 40 for i in range(64)], SamplingParams(max_tokens=1)))
+    while engine.step():
+        pass
+    assert handle.error is None
+    assert handle.events[-1].finish_reason == "length"
