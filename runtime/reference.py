@@ -214,7 +214,10 @@ def _greedy(engine: Engine, prompts: Sequence[list[int]], counts: Sequence[int])
     for prompt, count in zip(prompts, counts, strict=True):
         # An end token is compared like any other.
         params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
-        handles.append(engine.submit(Request(prompt, params)))
+        request = Request(prompt, params)
+        while not engine.has_room(request):  # of a server that lets few wait
+            engine.step()
+        handles.append(engine.submit(request))
     while any(not handle.done for handle in handles):
         engine.step()
     for handle in handles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +28,16 @@ from ortolan.runtime.text.no_tokenizer import NoTokenizer, open_tokenizer
 CONFIG = EngineConfig(max_slots=4, max_context=64, prefix_cache_mb=0)
 
 
-def test_the_cpu_agrees_with_itself(tiny_bundle: Path) -> None:
-    """Every prompt is judged, on tokens too: a comparison that owes nothing says nothing."""
-    bundle = Bundle.open(tiny_bundle)
+@pytest.mark.parametrize("limits", [{}, {"max_slots": 1, "max_waiting": 1}], ids=["", "small"])
+def test_the_cpu_agrees_with_itself(tiny_bundle: Path, limits: dict[str, int]) -> None:
+    """Every prompt is judged, on tokens too: a comparison that owes nothing says nothing.
+
+    However few requests the server's settings let wait.
+    """
+    bundle, config = Bundle.open(tiny_bundle), dataclasses.replace(CONFIG, **limits)
     tokenizer = open_tokenizer(bundle)
-    cases = expected_by_cpu(bundle, CONFIG, tokenizer)
-    outcomes = compare(open_engine(bundle, CONFIG, tokenizer), cases, LIMITS["default"])
+    cases = expected_by_cpu(bundle, config, tokenizer)
+    outcomes = compare(open_engine(bundle, config, tokenizer), cases, LIMITS["default"])
     assert [one.failures for one in outcomes] == [()] * 3
     assert len({len(case.prompt_ids) for case in cases}) == 3
     assert sum(one.greedy_owed for one in outcomes) > 3
