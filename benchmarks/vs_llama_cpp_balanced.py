@@ -3,8 +3,9 @@
 Both files are made by llama-quantize from the GGUF that BUNDLE was exported from. Each round runs
 llama.cpp on either, then Ortolan (never two at once): prefill, decode of one row, steps of many
 rows, as in vs_llama_cpp.py. One row is decoded by an engine of one slot, many by one of as many
-slots: each takes the graph that it would take by itself. The bundle's accuracy, as its report has
-it, comes first: it must be what the preset promises.
+slots: each takes the graph that it would take by itself. With --replicas, as many engines share the
+many rows and the threads. The bundle's accuracy, as its report has it, comes first: it must be what
+the preset promises.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import argparse
 import dataclasses
 import sys
 import tempfile
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from _common import Check, Report, Series, parser
 from _ours import Ours, Tests
+from _rows_beside import RowsBeside
 from vs_llama_cpp import KINDS, QUANTIZE, add_arguments, requantized, source_file, theirs_s
 
 import ortolan
@@ -56,14 +59,24 @@ def measured(
     """Seconds of prefill, decode and rows of every round, by side."""
     tests = Tests.read(args)
     one = Ours(args.bundle, args.threads, dataclasses.replace(tests, rows=0))
-    many = Ours(args.bundle, args.threads, tests)
     runs: dict[str, list[tuple[float, ...]]] = {side: [] for side in (*files, "ours")}
-    for _ in range(args.rounds):
-        for kind, file in files.items():
-            runs[kind].append(theirs_s(programs, file, args.threads, tests))
-        alone = one.run()
-        runs["ours"].append((*alone[:2], many.run()[2]))
+    with ExitStack() as stack:
+        rows_s = rows_of(args, tests, stack)
+        for _ in range(args.rounds):
+            for kind, file in files.items():
+                runs[kind].append(theirs_s(programs, file, args.threads, tests))
+            alone = one.run()
+            runs["ours"].append((*alone[:2], rows_s()))
     return tests, runs
+
+
+def rows_of(args: argparse.Namespace, tests: Tests, stack: ExitStack) -> Callable[[], float]:
+    """What measures the seconds of many rows, by one engine or several."""
+    if args.replicas > 1:
+        beside = RowsBeside(args.bundle, args.threads, args.replicas, tests)
+        return stack.enter_context(beside).seconds
+    many = Ours(args.bundle, args.threads, tests)
+    return lambda: many.run()[2]
 
 
 def report_ratios(report: Report, tests: Tests, runs: dict[str, list[tuple[float, ...]]]) -> None:
@@ -88,6 +101,9 @@ def main() -> int:
     """Run the rounds and report."""
     args_parser = parser(__doc__, rounds=5)
     args_parser.add_argument("--gguf", type=Path, help="the file that BUNDLE was exported from")
+    args_parser.add_argument(
+        "--replicas", type=int, default=1, help="engines for the many rows; default: %(default)s"
+    )
     add_arguments(args_parser)
     args = args_parser.parse_args()
     report = Report(f"balanced against llama.cpp, {args.threads} threads each")

@@ -6,12 +6,16 @@ from pathlib import Path
 
 import _bandwidth
 import _gguf_bytes
+import _ours
 import numpy as np
+import pytest
 from _gguf_folder import write_folder
 from _random_llama import SHAPES
+from _rows_beside import RowsBeside
 from make_checkpoint import make
 
 import ortolan
+from ortolan.errors import BenchError
 from ortolan.export.exporter import ExportOptions, export_bundle
 from ortolan.export.precision import Quantization
 
@@ -42,3 +46,18 @@ def test_bytes_per_token_count_a_tied_table_once_and_no_lookups(tmp_path: Path) 
     assert _bandwidth.bytes_per_token(manifest) == matrices * 36 // 32 + norms
     found = _gguf_bytes.bytes_per_token(tmp_path / "q8_0.gguf")
     assert found == matrices * 34 // 32 + norms + 8 * 4
+
+
+def test_rows_are_shared_by_engines_beside_each_other(
+    tiny_bundle: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of their own, which says why where there is nothing to measure."""
+    tests = _ours.Tests(prompt=4, tokens=4, rows=5, row_prompt=6, row_tokens=7, repeats=1)
+    with RowsBeside(tiny_bundle, threads=2, replicas=2, tests=tests) as beside:
+        assert all(beside.seconds() > 0 for _ in range(2))
+    with (
+        RowsBeside(tiny_bundle, threads=2, replicas=3, tests=tests) as refused,
+        pytest.raises(BenchError, match="did not start"),
+    ):
+        refused.seconds()
+    assert "replicas is 3, and there are 2 threads" in capfd.readouterr().err
