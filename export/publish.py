@@ -76,39 +76,43 @@ def folder_beside(target: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
     path = target.parent / f".{target.name}.lock"
-    lock = _acquired(path)
-    if lock is None:
-        raise BundleError(
-            f"{target}: another export is writing it; wait for its end or choose another name"
-        )
+    lock = FileLock(path, blocking=False)
     try:
+        if not _acquired(lock, path):
+            raise BundleError(
+                f"{target}: another export is writing it; wait for its end or choose another name"
+            )
         yield
     finally:
-        with contextlib.suppress(OSError):  # Windows cannot, and filelock unlinks it there
-            path.unlink()
-        lock.release()
+        if lock.is_locked:
+            with contextlib.suppress(OSError):  # Windows cannot, and filelock unlinks it there
+                path.unlink()
+            lock.release()
 
 
-def _acquired(path: Path) -> FileLock | None:
-    """The lock of that file, or None while another run holds it.
+def _acquired(lock: FileLock, path: Path) -> bool:
+    """Take the lock of that file; False while another run holds it.
 
     A run unlinks the file at its end. Whoever had opened it by then gets a lock that keeps nobody
     out, since a third run makes the file anew: so it has to be one file before and after.
     """
     for _ in range(_LOCK_TRIES):
-        lock = FileLock(path, blocking=False)
         try:
             path.touch()
             before = path.stat()
             lock.acquire()
             if os.path.samestat(before, path.stat()):
-                return lock
+                return True
         except Timeout:
-            return None
+            return False
         except FileNotFoundError:  # unlinked this very moment
             pass
-        lock.release()
-    return None
+        except BaseException:  # a signal: who holds the file's lock takes it away
+            with contextlib.suppress(Timeout, OSError):
+                lock.acquire()
+            raise
+        lock.release(force=True)
+    return False
 
 
 def _check_free(target: Path, force: bool, replaceable: Collection[str]) -> None:

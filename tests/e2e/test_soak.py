@@ -121,15 +121,25 @@ async def many(front: AsyncEngine, count: int, rng: random.Random, ends: Counter
     await asyncio.gather(*(client() for _ in range(AT_ONCE)))
 
 
-async def soak(engine: Engine, ends: Counter[str]) -> tuple[int, int]:
-    """How much more memory, and how many more objects, there are after it than after a part."""
+async def soak(engine: Engine, ends: Counter[str]) -> tuple[int, int, int]:
+    """How much more memory, and how many more objects, there are after it than after a part; and
+    how many requests it made.
+
+    An allocator may take a large piece once, where other tests of the process have left it full of
+    holes. So where memory has grown, it is done again: what leaks grows again.
+    """
     rng, front = random.Random(5), AsyncEngine(engine)
     await many(front, WARM_UP, rng, ends)
-    before = held(engine)
-    await many(front, REQUESTS - WARM_UP, rng, ends)
-    after = held(engine)
+    made = WARM_UP
+    for _ in range(2):
+        before = held(engine)
+        await many(front, REQUESTS - WARM_UP, rng, ends)
+        after = held(engine)
+        made += REQUESTS - WARM_UP
+        if after[0] - before[0] < RESIDENT_MARGIN_BYTES:
+            break
     await front.close()
-    return after[0] - before[0], after[1] - before[1]
+    return after[0] - before[0], after[1] - before[1], made
 
 
 def assert_nothing_left(engine: Engine) -> None:
@@ -161,11 +171,11 @@ def test_five_thousand_requests_leave_nothing(
     )
     engine = open_engine(Bundle.open(tiny_bundle), config, Tokenizer.open(tiny_bundle))
     ends: Counter[str] = Counter()
-    more_bytes, more_objects = asyncio.run(soak(engine, ends))
+    more_bytes, more_objects, made = asyncio.run(soak(engine, ends))
     assert_nothing_left(engine)
     stats = engine.stats()
     # It was what it says: all of this happened.
-    assert ends["finished"] + ends["CancelledError"] + ends["TimedOutError"] == REQUESTS
+    assert ends["finished"] + ends["CancelledError"] + ends["TimedOutError"] == made
     assert min(ends["finished"], ends["CancelledError"], ends["TimedOutError"]) > 50
     assert stats.preemptions > 50
     assert stats.prefix_hit_tokens > 5_000
