@@ -44,10 +44,10 @@ class OtherPython:
 
     def _line(self) -> str:
         assert self._process.stdout is not None
-        assert self._process.stderr is not None
         line = self._process.stdout.readline()
         if not line:
-            last = self._process.stderr.read().strip().splitlines()[-1:] or ["no message"]
+            _, said = self._process.communicate()
+            last = said.strip().splitlines()[-1:] or ["no message"]
             raise BenchError(f"{self.name} stopped: {last[0]}")
         return line
 

@@ -1,25 +1,23 @@
 """Steps of many rows, shared by engines that run beside each other, as `ortolan serve --replicas`.
 
-They are in a process of their own: how sessions share threads is settled once in each.
+In a process of their own, since how sessions share threads is settled once in each: a line in is a
+round, a line out is it. Arguments: the bundle, threads, replicas, and the tests as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from _ours import Tests
 
-from ortolan.errors import BenchError, OrtolanError
+import ortolan
+from ortolan.errors import OrtolanError
 from ortolan.runtime.bundle import Bundle
 from ortolan.runtime.engine.engine import Engine
 from ortolan.runtime.engine.opening import open_replicas
@@ -28,40 +26,6 @@ from ortolan.runtime.params import EngineConfig, Request, SamplingParams
 from ortolan.runtime.text.no_tokenizer import open_tokenizer
 
 _MARGIN = 8  # tokens that rows may make beside those of the others' prompts
-
-
-class RowsBeside:
-    """The child process; use it as a context manager."""
-
-    def __init__(self, bundle: Path, threads: int, replicas: int, tests: Tests) -> None:
-        given = json.dumps(dataclasses.asdict(tests))
-        command = [sys.executable, __file__, str(bundle), str(threads), str(replicas), given]
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> RowsBeside:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with suppress(OSError):
-            self._child.communicate(timeout=60)
-
-    def seconds(self) -> float:
-        """Of one run, from the first token of the last row on. Raises BenchError."""
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        with suppress(OSError):
-            print(file=self._child.stdin, flush=True)
-        line = self._child.stdout.readline()
-        if not line:
-            raise BenchError("the engines beside each other did not start; see above")
-        return float(line)
 
 
 def _read_prompts(engine: Engine, prompts: list[list[int]], steps: int) -> None:
@@ -80,18 +44,22 @@ def _run(
     """Seconds until every engine has made its steps."""
     start = threading.Barrier(len(engines) + 1)
 
-    def steps(engine: Engine, cpus: frozenset[int] | None, count: int) -> None:
+    def steps(engine: Engine, cpus: frozenset[int] | None, prompts: list[list[int]]) -> None:
         stay_on(cpus)
-        shape = (count, tests.row_prompt)
-        _read_prompts(engine, rng.integers(0, vocab_size, shape).tolist(), tests.row_tokens)
-        start.wait()
-        for _ in range(tests.row_tokens):
-            engine.step()
+        try:
+            _read_prompts(engine, prompts, tests.row_tokens)
+            start.wait()
+            for _ in range(tests.row_tokens):
+                engine.step()
+        except BaseException:
+            start.abort()  # nobody may wait for an engine that failed
+            raise
 
     vocab_size = engines[0][0]._model.config.vocab_size
-    shares = np.array_split(np.arange(tests.rows), len(engines))
+    prompts = rng.integers(0, vocab_size, (tests.rows, tests.row_prompt))
+    shares = np.array_split(prompts, len(engines))
     threads = [
-        threading.Thread(target=steps, args=(engine, cpus, len(share)))
+        threading.Thread(target=steps, args=(engine, cpus, share.tolist()))
         for (engine, cpus), share in zip(engines, shares, strict=True)
     ]
     for thread in threads:
@@ -129,8 +97,9 @@ def main() -> int:
         return 1
     rng = np.random.default_rng(0)
     _run(engines, tests, rng)  # warms up
+    print(json.dumps({"version": ortolan.__version__}), flush=True)
     for _ in sys.stdin:
-        print(_run(engines, tests, rng), flush=True)
+        print(json.dumps([_run(engines, tests, rng)]), flush=True)
     return 0
 
 

@@ -19,8 +19,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from _common import Check, Report, Series, parser
+from _other_python import OtherPython
 from _ours import Ours, Tests
-from _rows_beside import RowsBeside
 from vs_llama_cpp import KINDS, QUANTIZE, add_arguments, requantized, source_file, theirs_s
 
 import ortolan
@@ -73,8 +73,10 @@ def measured(
 def rows_of(args: argparse.Namespace, tests: Tests, stack: ExitStack) -> Callable[[], float]:
     """What measures the seconds of many rows, by one engine or several."""
     if args.replicas > 1:
-        beside = RowsBeside(args.bundle, args.threads, args.replicas, tests)
-        return stack.enter_context(beside).seconds
+        given = [str(args.bundle), str(args.threads), str(args.replicas)]
+        beside = OtherPython("ortolan", sys.executable, "_rows_beside.py", given, tests)
+        stack.callback(beside.close)
+        return lambda: beside.run()[0]
     many = Ours(args.bundle, args.threads, tests)
     return lambda: many.run()[2]
 

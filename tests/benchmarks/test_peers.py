@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import closing
 from pathlib import Path
 
 import _bandwidth
@@ -10,8 +12,8 @@ import _ours
 import numpy as np
 import pytest
 from _gguf_folder import write_folder
+from _other_python import OtherPython
 from _random_llama import SHAPES
-from _rows_beside import RowsBeside
 from make_checkpoint import make
 
 import ortolan
@@ -48,16 +50,11 @@ def test_bytes_per_token_count_a_tied_table_once_and_no_lookups(tmp_path: Path) 
     assert found == matrices * 34 // 32 + norms + 8 * 4
 
 
-def test_rows_are_shared_by_engines_beside_each_other(
-    tiny_bundle: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_shared_by_engines_beside_each_other(tiny_bundle: Path) -> None:
     """In a process of their own, which says why where there is nothing to measure."""
     tests = _ours.Tests(prompt=4, tokens=4, rows=5, row_prompt=6, row_tokens=7, repeats=1)
-    with RowsBeside(tiny_bundle, threads=2, replicas=2, tests=tests) as beside:
-        assert all(beside.seconds() > 0 for _ in range(2))
-    with (
-        RowsBeside(tiny_bundle, threads=2, replicas=3, tests=tests) as refused,
-        pytest.raises(BenchError, match="did not start"),
-    ):
-        refused.seconds()
-    assert "replicas is 3, and there are 2 threads" in capfd.readouterr().err
+    command = ("ortolan", sys.executable, "_rows_beside.py")
+    with closing(OtherPython(*command, [str(tiny_bundle), "2", "2"], tests)) as beside:
+        assert all(beside.run()[0] > 0 for _ in range(2))
+    with pytest.raises(BenchError, match="replicas is 3, and there are 2 threads"):
+        OtherPython(*command, [str(tiny_bundle), "2", "3"], tests)
